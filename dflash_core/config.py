@@ -1,0 +1,420 @@
+"""The one tree of settings behind every YAML: strict, frozen, extra keys forbidden.
+
+``load_config("configs/demo.yaml", ["training.max_steps=50"])`` returns a ``PipelineConfig`` or raises ``ConfigError``
+with, for each problem, the field path, the value and what to do. Rules that need the target's own configuration or the
+data (taps, mask token, length of the schedule) are in ``dflash_core.checks``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from dflash_core.errors import ConfigError, Problem
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+LoosePath = Annotated[Path, Field(strict=False)]
+
+
+class Section(BaseModel):
+    """Base of every group of settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """Where a run lives and what makes it repeatable."""
+
+    name: str = Field("drafter", pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$", description="Name of the run: its folder and its MLflow run.")
+    workspace: LoosePath = Field(Path("workspace"), description="Folder that holds every stage's results and the runs.")
+    seed: int = Field(0, ge=0, description="Seed of every draw: initial weights, order of rows, anchors, sampling.")
+
+
+class TargetConfig(Section):
+    """The large language model that is served, frozen here."""
+
+    model: str = Field(min_length=1, description="Hugging Face name, local folder, or the built-in 'smollm2-135m-instruct'.")
+    revision: str | None = Field(None, description="Commit of the Hugging Face repository; pin it for anything that is kept.")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Precision in which the target generates and is tapped.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of the target: cpu, cuda or cuda:N.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with the model's repository. Off unless you trust it.")
+
+
+class PromptSource(Section):
+    """One place that prompts come from."""
+
+    source: str = Field(
+        min_length=1,
+        description="A .jsonl, .jsonl.gz or .parquet file, 'hf://owner/dataset', or 'builtin:python-tasks'.",
+    )
+    split: str = Field("train", description="Split of a Hugging Face dataset; ignored for files.")
+    subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
+    limit: PositiveInt | None = Field(None, description="Take at most this many rows, from the start.")
+
+
+class GenerationConfig(Section):
+    """How the target answers the prompts."""
+
+    max_new_tokens: PositiveInt = Field(512, description="Longest response, in tokens.")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; otherwise the sampling temperature.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling: share of probability that is kept.")
+    top_k: int = Field(0, ge=0, description="Keep only the k most likely tokens; 0 keeps all.")
+    batch_size: PositiveInt = Field(32, description="Conversations generated together.")
+
+
+class DataConfig(Section):
+    """Prompts, responses and the samples made of them."""
+
+    sources: Annotated[tuple[PromptSource, ...], Field(strict=False)] = Field(
+        min_length=1, description="Where prompts come from; rows are taken in this order."
+    )
+    system_prompt: str | None = Field(None, description="System message for conversations that have none.")
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="Extra arguments of the chat template, such as enable_thinking; use the same when serving."
+    )
+    regenerate: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="auto: the target's own responses, from response_cache where it has them; always: generate afresh; never: keep the responses of the data.",
+    )
+    response_cache: LoosePath | None = Field(None, description="JSONL (.gz) of responses of this very target, keyed by its digest; used by 'auto'.")
+    generation: GenerationConfig = Field(default_factory=GenerationConfig, description="How responses are generated.")
+    max_length: PositiveInt = Field(3072, description="Longest sample in tokens; the tail of a longer one is cut off.")
+    min_response_tokens: PositiveInt = Field(2, description="Samples with fewer supervised tokens are rejected.")
+    heldout_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="Share of conversations held out for evaluation, chosen by a stable hash.")
+    max_rejected_fraction: Fraction = Field(0.05, description="The stage fails when a larger share of rows is rejected.")
+
+
+class ExtractionConfig(Section):
+    """How hidden states are written to shards."""
+
+    samples_per_shard: PositiveInt = Field(256, description="Samples in one shard file: the unit of resuming.")
+    batch_tokens: PositiveInt = Field(8192, description="Most tokens, padding included, in one forward pass of the target.")
+    feature_dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the stored features.")
+
+
+class DrafterConfig(Section):
+    """Shape of the drafter; everything not named here is inherited from the target."""
+
+    spec: Literal["dflash"] = Field("dflash", description="Variant of the drafter.")
+    num_layers: int = Field(5, ge=1, le=64, description="Draft layers.")
+    block_size: int = Field(16, ge=2, le=128, description="Tokens of a block: one anchor and block_size - 1 drafted tokens.")
+    mask_token_id: int = Field(ge=0, description="Token that stands for 'to be drafted'. A spare special token: not pad, not eos.")
+    tap_layers: Annotated[tuple[int, ...], Field(strict=False)] | None = Field(
+        None, description="0-based target layers whose output is tapped, ascending. Default: spread evenly over the target."
+    )
+    num_taps: PositiveInt | None = Field(None, description="Number of tapped layers when tap_layers is not given. Default: num_layers.")
+    intermediate_size: PositiveInt | None = Field(None, description="Width of the drafter's MLP. Default: the target's.")
+    initial_checkpoint: LoosePath | None = Field(None, description="Exported drafter folder to continue from instead of random weights.")
+
+
+class ObjectiveConfig(Section):
+    """What training minimises."""
+
+    weighting: Literal["decay", "dpace", "uniform"] = Field("decay", description="Weight of a slot: exponential decay, D-PACE, or all equal.")
+    gamma: float | None = Field(None, gt=0.0, description="Decay length of 'decay'. Default: 7, 5, 4 for blocks of 16, 10, 8, and block_size / 2.25 otherwise.")
+    dpace_alpha: float = Field(0.5, ge=0.0, lt=1.0, description="Smoothing of D-PACE.")
+    chunk_slots: PositiveInt = Field(1024, description="Slots whose logits are alive at one time.")
+
+
+class TrainingConfig(Section):
+    """The threaded training of the drafter."""
+
+    devices: Annotated[tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...], Field(strict=False)] = Field(
+        ("cpu", "cpu"), min_length=1, description="One replica and one thread per entry: cpu (repeatable) or cuda:N."
+    )
+    row_length: PositiveInt = Field(3072, description="Tokens in a packed row. Fixed: shapes never change.")
+    num_anchors: PositiveInt = Field(512, description="Anchor slots of a row. Fixed; slots beyond a row's supervised positions stay empty.")
+    rows_per_microstep: PositiveInt = Field(1, description="Rows in one forward and backward pass of one replica.")
+    accumulation_steps: PositiveInt = Field(1, description="Passes whose gradients are added up before an optimiser step.")
+    epochs: PositiveInt = Field(6, description="Passes over the training rows, at most.")
+    max_steps: PositiveInt | None = Field(None, description="Optimiser steps. Default: as many as the epochs hold.")
+    learning_rate: float = Field(6e-4, gt=0.0, description="Peak learning rate.")
+    weight_decay: float = Field(0.0, ge=0.0, description="AdamW weight decay of matrices; norms have none.")
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="AdamW moment decays.")
+    max_grad_norm: float = Field(1.0, gt=0.0, description="Global gradient norm above which gradients are scaled down.")
+    schedule: Literal["cosine", "wsd"] = Field("cosine", description="Learning rate after warm-up: cosine, or stable and then linear decay (wsd).")
+    warmup_fraction: Fraction = Field(0.04, description="Share of the steps in which the learning rate rises.")
+    decay_fraction: Fraction = Field(0.2, description="Share of the steps in which 'wsd' decays.")
+    min_lr_fraction: Fraction = Field(0.0, description="Learning rate at the end, as a share of the peak.")
+    precision: Literal["float32", "bfloat16"] = Field("bfloat16", description="Precision of the computation; masters are always float32.")
+    compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile of the drafter; auto compiles on CUDA.")
+    queue_rows: PositiveInt = Field(16, description="Rows that the shared queue holds at most.")
+    log_every: PositiveInt = Field(1, description="Steps between two records of metrics.")
+    checkpoint_every: PositiveInt = Field(200, description="Steps between two checkpoints.")
+    keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept; older ones are deleted.")
+    compare_replicas_every: PositiveInt = Field(100, description="Steps between two comparisons of the replicas' weights.")
+    max_nonfinite_steps: PositiveInt = Field(3, description="Steps in a row with non-finite gradients that are skipped before the run ends.")
+    stall_timeout_s: float = Field(600.0, gt=0.0, description="Seconds without a finished step after which the run ends with what everyone waits for.")
+
+
+class EvaluationConfig(Section):
+    """Draft-and-verify decoding on held-out prompts."""
+
+    num_prompts: PositiveInt = Field(32, description="Held-out prompts that are decoded.")
+    max_new_tokens: PositiveInt = Field(128, description="Longest response, in tokens.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of decoding; losslessness is exact in float32.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of decoding.")
+    block_size: int | None = Field(None, ge=2, description="Block size of decoding, at most the trained one. Default: the trained one.")
+    untrained_prompts: int = Field(4, ge=0, description="Prompts on which the drafter is also measured before training.")
+
+
+class TrackingConfig(Section):
+    """Where metrics and artifacts go."""
+
+    enabled: bool = Field(True, description="Record the run in MLflow.")
+    uri: str | None = Field(None, description="MLflow tracking URI. Default: MLFLOW_TRACKING_URI, else SQLite in the workspace.")
+    experiment: str = Field("dflash", min_length=1, description="MLflow experiment.")
+
+
+class PipelineConfig(Section):
+    """Everything one run needs."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="Where the run lives.")
+    target: TargetConfig = Field(description="The model to be made faster.")
+    data: DataConfig = Field(description="Prompts and responses.")
+    extraction: ExtractionConfig = Field(default_factory=ExtractionConfig, description="Hidden states.")
+    drafter: DrafterConfig = Field(description="Shape of the drafter.")
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="Loss.")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="Training.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Tracking.")
+
+    @model_validator(mode="after")
+    def _rules_across_fields(self) -> PipelineConfig:
+        problems = list(_cross_field_problems(self))
+        if problems:
+            raise PydanticCustomError("cross_field", "{text}", {"text": "; ".join(map(str, problems)), "problems": problems})
+        return self
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of the canonical JSON of all settings."""
+        return digest_of(self.model_dump(mode="json"))
+
+    @property
+    def num_taps(self) -> int:
+        """Number of tapped layers."""
+        if self.drafter.tap_layers is not None:
+            return len(self.drafter.tap_layers)
+        return self.drafter.num_taps or self.drafter.num_layers
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimiser step over all replicas."""
+        return len(self.training.devices) * self.training.accumulation_steps * self.training.rows_per_microstep
+
+
+def _cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
+    data, drafter, training, evaluation = config.data, config.drafter, config.training, config.evaluation
+    if drafter.block_size > training.row_length:
+        yield Problem(
+            "drafter.block_size", drafter.block_size, f"a block does not fit into a row of training.row_length = {training.row_length}",
+            "Lower drafter.block_size or raise training.row_length",
+        )  # fmt: skip
+    if data.max_length > training.row_length:
+        yield Problem(
+            "data.max_length", data.max_length, f"samples would not fit into rows of training.row_length = {training.row_length}",
+            "Set data.max_length to at most training.row_length",
+        )  # fmt: skip
+    if training.num_anchors > training.row_length - 1:
+        yield Problem(
+            "training.num_anchors", training.num_anchors,
+            f"a row of training.row_length = {training.row_length} has at most {training.row_length - 1} anchors",
+            "Lower training.num_anchors; about an eighth of the row length is usual",
+        )  # fmt: skip
+    taps = drafter.tap_layers
+    if taps is not None and (list(taps) != sorted(set(taps)) or not taps or taps[0] < 0):
+        yield Problem("drafter.tap_layers", list(taps), "must be 0-based, ascending and without repetition", "Sort the list and drop repetitions")
+    if taps is not None and drafter.num_taps not in (None, len(taps)):
+        yield Problem("drafter.num_taps", drafter.num_taps, f"drafter.tap_layers names {len(taps)} layers", "Leave drafter.num_taps out")
+    if evaluation.block_size is not None and evaluation.block_size > drafter.block_size:
+        yield Problem(
+            "evaluation.block_size", evaluation.block_size, f"larger than the trained drafter.block_size = {drafter.block_size}",
+            "Decode with at most the trained block size",
+        )  # fmt: skip
+    if training.schedule == "wsd" and training.warmup_fraction + training.decay_fraction > 1.0:
+        yield Problem(
+            "training.decay_fraction", training.decay_fraction,
+            f"with training.warmup_fraction = {training.warmup_fraction} the schedule is longer than the run",
+            "Keep warmup_fraction + decay_fraction at most 1",
+        )  # fmt: skip
+    cuda = [device for device in training.devices if device != "cpu"]
+    if cuda and "cpu" in training.devices:
+        yield Problem("training.devices", list(training.devices), "mixes cpu and cuda replicas", "Use replicas of one kind")
+    if training.queue_rows < config.rows_per_step // training.accumulation_steps:
+        yield Problem(
+            "training.queue_rows", training.queue_rows,
+            f"smaller than the {config.rows_per_step // training.accumulation_steps} rows that the replicas take at a time",
+            "Raise training.queue_rows",
+        )  # fmt: skip
+
+
+def digest_of(value: object) -> str:
+    """sha256 (hex) of a JSON-able value in canonical form."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Read a YAML file, apply overrides such as ``training.max_steps=50`` and check it.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, or a setting is wrong; names file, field path, value and remedy.
+    """
+    source = str(path)
+    try:
+        tree = _yaml().load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(source, [Problem("(file)", source, f"cannot be read: {error}", "Check the path")]) from error
+    except YAMLError as error:
+        raise ConfigError(source, [Problem("(file)", source, f"is not valid YAML: {error}", "Correct the line it names")]) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(source, [Problem("(file)", tree, "must be a mapping of sections", f"Start with one of: {', '.join(PipelineConfig.model_fields)}")])
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, source)
+
+
+def parse_config(tree: Mapping[str, Any], source: str = "config") -> PipelineConfig:
+    """Check a nested mapping. Raises ``ConfigError`` as ``load_config`` does."""
+    try:
+        return PipelineConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(source, list(_problems(error))) from error
+
+
+def _yaml() -> YAML:
+    return YAML(typ="safe", pure=True)  # YAML 1.2: 'on' and 'off' are words, 1e-3 is a number, repeated keys are errors
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError("--set", [Problem(override, text, "is not of the form a.b=value", "Write for example training.max_steps=50")])
+    try:
+        value = _yaml().load(text)
+    except YAMLError as error:
+        raise ConfigError("--set", [Problem(path, text, "is not a YAML value", "Quote the value")]) from error
+    node: Any = tree
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                here = ".".join(keys[:depth])
+                raise ConfigError("--set", [Problem(path, value, f"{here} is a list of {len(node)}", f"Use an index from 0 to {len(node) - 1}")])
+            index = int(key)
+            if last:
+                node[index] = value
+            else:
+                node = node[index]
+        elif last:
+            node[key] = value
+        else:
+            if not isinstance(node.get(key), dict | list):
+                node[key] = {}
+            node = node[key]
+
+
+def _problems(error: ValidationError) -> Iterator[Problem]:
+    for item in error.errors():
+        context = item.get("ctx", {})
+        if item["type"] == "cross_field":
+            yield from context["problems"]
+            continue
+        location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+        path = ".".join(str(part) for part in location)
+        yield Problem(path, None if item["type"] == "missing" else item["input"], _message(item), _remedy(location, item))
+
+
+def _message(item: Mapping[str, Any]) -> str:
+    messages = {"missing": "is required", "extra_forbidden": "is not a known setting"}
+    return messages.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
+
+
+def _remedy(location: Sequence[str | int], item: Mapping[str, Any]) -> str:
+    if item["type"] == "extra_forbidden":
+        parent = _field_model(location[:-1])
+        known = list(parent.model_fields) if parent else []
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        return f"Did you mean '{close[0]}'?" if close else f"Known here: {', '.join(known)}"
+    parent = _field_model(location[:-1])
+    field = parent.model_fields.get(str(location[-1])) if parent else None
+    meaning = f"Meaning: {field.description}" if field and field.description else "Correct the value"
+    return f"Add it. {meaning}" if item["type"] == "missing" else meaning
+
+
+def _field_model(location: Sequence[str | int]) -> type[Section] | None:
+    """The section class at a location of the tree, or None where the location leads elsewhere."""
+    model: type[Section] = PipelineConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        section = _section_in(field.annotation) if field else None
+        if section is None:
+            return None
+        model = section
+    return model
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for argument in get_args(annotation) if (found := _section_in(argument))), None)
+
+
+def annotated_yaml(config: PipelineConfig) -> str:
+    """The whole tree as YAML with meaning, type and default of every key as comments; loads back to the same config."""
+    lines: list[str] = []
+    _annotate(config, cast(dict[str, Any], config.model_dump(mode="json")), 0, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _annotate(section: Section, values: Mapping[str, Any], depth: int, lines: list[str]) -> None:
+    pad = "  " * depth
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            lines += ["" if depth == 0 and lines else None, f"{pad}# {field.description}", f"{pad}{name}:"]  # type: ignore[list-item]
+            _annotate(value, values[name], depth + 1, lines)
+            continue
+        default = "required" if field.is_required() else f"default {json.dumps(_plain(field.get_default(call_default_factory=True)))}"
+        lines.append(f"{pad}# {field.description} ({_type_name(field.annotation)}; {default})")
+        lines.append(f"{pad}{name}: {json.dumps(values[name], ensure_ascii=False)}")
+    lines[:] = [line for line in lines if line is not None]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _type_name(annotation: Any) -> str:
+    arguments = get_args(annotation)
+    text = str(annotation)
+    if text.startswith("typing.Literal"):
+        return " | ".join(str(argument) for argument in arguments)
+    if text.startswith("typing.Annotated"):
+        return _type_name(arguments[0])
+    if type(None) in arguments:
+        return " | ".join(_type_name(argument) for argument in arguments if argument is not type(None)) + " | null"
+    if getattr(annotation, "__origin__", None) is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if getattr(annotation, "__origin__", None) is dict:
+        return "mapping"
+    if isinstance(annotation, type):
+        return {"str": "text", "int": "integer", "float": "number", "bool": "true | false", "PosixPath": "path", "Path": "path"}.get(
+            annotation.__name__, annotation.__name__
+        )
+    return " | ".join(_type_name(argument) for argument in arguments) if arguments else text
