@@ -1,0 +1,167 @@
+"""Training checkpoints: everything that the next step depends on, in a folder that is either whole or not there.
+
+    <folder>/checkpoints/step-00000200/
+        model.safetensors      fp32 master weights under the names that serving expects
+        optimizer.safetensors  AdamW's moments: exp_avg.<name>, exp_avg_sq.<name>
+        state.json             step, next row, counters, the settings it belongs to, sha256 of the two files
+
+Rows, anchors and learning rates are functions of the step, so there is no generator and no schedule to save. A checkpoint is written under a
+temporary name, synced and renamed; one that turns out damaged is passed over for the one before it, with a warning, and never silently
+for a fresh start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_core.errors import CheckpointError
+from dflash_core.stages import file_sha256, sync_folder
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a run stands after ``step`` optimiser steps.
+
+    step:             finished steps, skipped ones included
+    next_ordinal:     the first row that has not been used
+    updates:          steps that changed the weights, which AdamW's bias correction counts
+    skipped:          steps skipped for non-finite gradients, over the whole run
+    skipped_in_row:   of these, those just now, one after the other
+    slots:            supervised slots trained on
+    seconds:          time spent in steps, over all starts
+    extra:            the caller's own, such as an MLflow run id; JSON
+    """
+
+    step: int = 0
+    next_ordinal: int = 0
+    updates: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
+    slots: int = 0
+    seconds: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainingCheckpoint:
+    """A checkpoint in memory: fp32 tensors on the CPU, by parameter name."""
+
+    state: TrainingState
+    weights: Mapping[str, Tensor]
+    exp_avg: Mapping[str, Tensor]
+    exp_avg_sq: Mapping[str, Tensor]
+
+
+def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, settings: Mapping[str, Any], keep: int) -> Path:
+    """Write ``<folder>/step-<step>`` atomically, then delete all but the newest ``keep``.
+
+    Args:
+        settings: flat field path → JSON value of everything that the course of training depends on; a resume is refused when they differ
+    Returns: the checkpoint's folder.
+    """
+    final = folder / f"step-{checkpoint.state.step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
+        shutil.rmtree(leftover)
+    temporary = folder / f".{final.name}.tmp"
+    temporary.mkdir()
+    moments = {f"{kind}.{name}": tensor for kind in ("exp_avg", "exp_avg_sq") for name, tensor in getattr(checkpoint, kind).items()}
+    save_file(dict(checkpoint.weights), temporary / MODEL)
+    save_file(moments, temporary / OPTIMIZER)
+    facts = {
+        "format": FORMAT,
+        "state": dataclasses.asdict(checkpoint.state),
+        "settings": dict(settings),
+        "sha256": {name: file_sha256(temporary / name) for name in (MODEL, OPTIMIZER)},
+    }
+    (temporary / STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    for name in (MODEL, OPTIMIZER, STATE):
+        with (temporary / name).open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(temporary)
+    if final.exists():  # a damaged one of the same step, passed over when this run began
+        shutil.rmtree(final)
+    temporary.rename(final)
+    sync_folder(folder)
+    for old in _newest_first(folder)[keep:]:
+        shutil.rmtree(old)
+    return final
+
+
+def newest_training_checkpoint(folder: Path, settings: Mapping[str, Any]) -> TrainingCheckpoint | None:
+    """The newest checkpoint that is whole, or None where there has been none yet.
+
+    Raises:
+        CheckpointError: it belongs to other settings (names every field with both values), or all checkpoints are damaged.
+    """
+    damaged: list[str] = []
+    for candidate in _newest_first(folder):
+        try:
+            checkpoint = _load(candidate, settings)
+        except _DamagedError as damage:
+            damaged.append(f"{candidate.name}: {damage}")
+            continue
+        if damaged:
+            logger.warning("Resuming from %s, because newer checkpoints are damaged (%s).", candidate, "; ".join(damaged))
+        return checkpoint
+    if damaged:
+        raise CheckpointError(f"Every checkpoint in {folder} is damaged ({'; '.join(damaged)}). Delete the folder to train from the beginning.")
+    return None
+
+
+def check_same_settings(found: Mapping[str, Any], expected: Mapping[str, Any], where: Path) -> None:
+    """Raises ``CheckpointError`` naming each field that differs, with both values."""
+    changed = [
+        f"{name} is {json.dumps(expected.get(name))} and was {json.dumps(found.get(name))}"
+        for name in sorted({*found, *expected})
+        if found.get(name) != expected.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{where} was made with other settings: {'; '.join(changed)}. Put the settings back to resume, or train in another folder to begin anew."
+        )
+
+
+class _DamagedError(Exception):
+    pass
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+
+
+def _load(folder: Path, settings: Mapping[str, Any]) -> TrainingCheckpoint:
+    try:
+        facts = json.loads((folder / STATE).read_bytes())
+        if facts["format"] != FORMAT:
+            raise CheckpointError(f"{folder} has format {facts['format']}, this version reads {FORMAT}. Use the version that wrote it, or train in another folder.")
+        state, found, digests = TrainingState(**facts["state"]), facts["settings"], facts["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _DamagedError(f"{STATE} cannot be read ({error})") from error
+    check_same_settings(found, json.loads(json.dumps(settings)), folder)
+    try:
+        for name in (MODEL, OPTIMIZER):
+            if (digest := file_sha256(folder / name)) != digests[name]:
+                raise _DamagedError(f"{name} has sha256 {digest[:12]} instead of {digests[name][:12]}")
+        weights, moments = load_file(folder / MODEL), load_file(folder / OPTIMIZER)
+    except (OSError, KeyError, SafetensorError) as error:
+        raise _DamagedError(str(error)) from error
+    split = {kind: {name: moments[f"{kind}.{name}"] for name in weights} for kind in ("exp_avg", "exp_avg_sq")}
+    return TrainingCheckpoint(state, weights, split["exp_avg"], split["exp_avg_sq"])

@@ -1,0 +1,42 @@
+"""One long buffer for all parameters, so that clipping, optimiser and synchronisation are each one call.
+
+    P parameters of the drafter, padding included
+
+Matrices come first and vectors (the norms) after them, so that weight decay applies to one contiguous part. Every tensor starts at a
+multiple of 64 elements, the alignment that compiled kernels and collectives want for any dtype. A later optimiser that is sharded over
+the replicas cuts the same buffer into equal parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+
+
+class FlatLayout:
+    """Where each named tensor lies in a flat buffer. The same names and shapes give the same layout, in any order."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
+        self.shapes = dict(sorted(shapes.items(), key=lambda item: (len(item[1]) < 2, item[0])))
+        self.offsets: dict[str, int] = {}
+        self.num_decayed = 0
+        end = 0
+        for name, shape in self.shapes.items():
+            self.offsets[name] = end
+            end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+            if len(shape) >= 2:
+                self.num_decayed = end
+        self.size = end
+
+    def views(self, flat_P: Tensor) -> dict[str, Tensor]:
+        """Each tensor by name, as a view into ``flat_P`` (which may be longer than P)."""
+        return {name: flat_P[start : start + math.prod(self.shapes[name])].view(self.shapes[name]) for name, start in self.offsets.items()}
+
+    def checksums(self, flat_P: Tensor) -> Tensor:
+        """[number of tensors] int64: the sum of each tensor's bits read as 32-bit integers; fp32 buffers only. Exact, whatever the order of summation."""
+        return torch.stack([view.reshape(-1).view(torch.int32).sum(dtype=torch.int64) for view in self.views(flat_P).values()])

@@ -1,0 +1,193 @@
+"""Replicas agree: one sum over one flat buffer per optimiser step, in which everything they must agree on travels along.
+
+    P parameters (flat)   R replicas   S slots of a block
+
+A ``GradientSync`` is one rank. Its process group is made directly from a store, so that every thread of one process can be a rank: Gloo on
+CPU, NCCL on CUDA, the same classes that ranks under torchrun would use. Gloo's ring adds the replicas' numbers in an order that depends on
+the size and the number of replicas alone, never on timing, and every replica gets the very same bits (tested); so a CPU run repeats bit
+for bit without a reduction of our own.
+
+Before each collective the threads meet (``Meeting``). A collective whose peer has died would wait for minutes and cannot be interrupted;
+a meeting is broken at once for everybody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_core.errors import TrainingError
+
+
+class InterruptedByOthers(Exception):  # noqa: N818 - not an error of its own: another thread's is the cause
+    """This thread was ended because another one failed or the run was given up."""
+
+
+class Meeting:
+    """Where R threads wait for each other; ``abort`` sends everybody home, now and at every later meeting."""
+
+    def __init__(self, size: int):
+        self._barrier = threading.Barrier(size)
+
+    def wait(self) -> None:
+        """Return when all R threads have called. Raises ``InterruptedByOthers`` once aborted."""
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise InterruptedByOthers from None
+
+    def abort(self) -> None:
+        """Wake all who wait."""
+        self._barrier.abort()
+
+
+class GradientSync:
+    """One replica's end of the collectives. All R ranks call the same methods in the same order, each from its own thread."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting, group: dist.ProcessGroup | None):
+        self.rank = rank
+        self.size = size
+        self.meeting = meeting
+        self._group = group
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """Sum ``buffer`` over the replicas, in place; afterwards it has the same bits on all. Any shape; fp32 or int64."""
+        self.meeting.wait()
+        if self._group is not None:
+            self._group.allreduce([buffer]).wait()
+
+    def all_gather(self, values_n: Tensor) -> Tensor:
+        """[R, n] int64: every replica's [n] int64 ``values_n``, on all replicas."""
+        table_Rn = torch.zeros(self.size, len(values_n), dtype=torch.int64, device=values_n.device)
+        table_Rn[self.rank] = values_n
+        self.all_reduce(table_Rn)
+        return table_Rn
+
+
+def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientSync]:
+    """A ``GradientSync`` for each device, all ranks in this process.
+
+    Making a group waits for all ranks, so each is made in a thread of its own; these threads have ended when this returns.
+
+    Args:
+        devices:   one per replica: all cpu, or each a CUDA device of its own
+        timeout_s: seconds after which a collective gives up
+    """
+    size = len(devices)
+    meeting = Meeting(size)
+    if size == 1:
+        return [GradientSync(0, 1, meeting, None)]
+    store = dist.HashStore()
+    futures: list[Future[GradientSync]] = [Future() for _ in devices]
+
+    def join(rank: int) -> None:
+        try:
+            group = _process_group(devices[rank], store, rank, size, timedelta(seconds=timeout_s))
+            sync = GradientSync(rank, size, meeting, group)
+            sync.all_reduce(torch.zeros(1, device=devices[rank]))  # NCCL opens its channels with the first call
+            futures[rank].set_result(sync)
+        except BaseException as error:
+            meeting.abort()
+            futures[rank].set_exception(error)
+
+    for rank in range(size):
+        threading.Thread(target=join, args=(rank,), name=f"connect-{rank}", daemon=True).start()
+    return [future.result() for future in futures]
+
+
+def _process_group(device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    prefixed = dist.PrefixStore("dflash", store)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What all replicas know of a finished step, after summing. Slots are those of a block, 0..S-1.
+
+    loss:        weighted negative log-likelihood, summed over the step and divided by its denominator
+    denominator: sum of the weights (or what the objective divides by) over the whole step
+    labelled:    number of labels of each slot
+    hits:        number of labels of each slot that were the most likely token
+    stop:        somebody has asked to stop
+    nonfinite:   replicas whose own gradient had a NaN or infinity
+    grad_norm:   global norm of the averaged gradient, before clipping
+    skipped:     the step was not applied, on any replica
+    """
+
+    loss: float
+    denominator: float
+    labelled: tuple[int, ...]
+    hits: tuple[int, ...]
+    stop: bool
+    nonfinite: tuple[int, ...]
+    grad_norm: float
+    skipped: bool
+
+
+class Tail:
+    """The numbers behind the P gradients in a replica's flat fp32 buffer: loss, denominator, stop votes, S labels, S hits, R non-finite flags.
+
+    Counts stay exact up to 2^24 a step, more slots than a step has. One number more, the gradient norm, is written after the sum.
+    """
+
+    LOSS, DENOMINATOR, STOP, GRAD_NORM = 0, 1, 2, 3
+
+    def __init__(self, block_size: int, num_replicas: int):
+        self.labelled = slice(4, 4 + block_size)
+        self.hits = slice(4 + block_size, 4 + 2 * block_size)
+        self.nonfinite = slice(4 + 2 * block_size, 4 + 2 * block_size + num_replicas)
+        self.size = self.nonfinite.stop
+
+    def read(self, tail: Tensor) -> StepTotals:
+        """Decode a summed tail on the host."""
+        values: list[float] = tail.tolist()
+        denominator, grad_norm = values[self.DENOMINATOR], values[self.GRAD_NORM]
+        return StepTotals(
+            loss=values[self.LOSS] / denominator if denominator > 0 else 0.0,
+            denominator=denominator,
+            labelled=tuple(int(value) for value in values[self.labelled]),
+            hits=tuple(int(value) for value in values[self.hits]),
+            stop=values[self.STOP] > 0,
+            nonfinite=tuple(i for i, value in enumerate(values[self.nonfinite]) if value > 0),
+            grad_norm=grad_norm,
+            skipped=not (grad_norm - grad_norm == 0.0),
+        )
+
+
+def compare(sync: GradientSync, checksums_n: Tensor, describe: Callable[[int], str], step: int) -> None:
+    """Check that all replicas have the same checksums.
+
+    Args:
+        checksums_n: [n] int64, this replica's
+        describe:    what checksum i is of, for the message
+
+    Raises:
+        TrainingError: on every replica, naming which replicas differ from replica 0 in what.
+    """
+    table_Rn = sync.all_gather(checksums_n).cpu()
+    differing = (table_Rn != table_Rn[0]).nonzero().tolist()
+    if not differing:
+        return
+    replicas = sorted({replica for replica, _ in differing})
+    first = [describe(i) for replica, i in differing if replica == replicas[0]]
+    shown = ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
+    raise TrainingError(
+        f"The replicas are no longer equal after step {step}: replica {replicas[0]} differs from replica 0 in {shown}"
+        f"{f' (differing replicas: {replicas})' if len(replicas) > 1 else ''}. Identical updates of identical weights cannot do this: suspect the "
+        "memory of one device, or code that changes one replica's weights. Start again from the last checkpoint, without the suspect device."
+    )
