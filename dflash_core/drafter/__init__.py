@@ -1,0 +1,24 @@
+"""The DFlash drafter: its shape, its model, its attention masks, its blocks and its formats on disk."""
+
+from dflash_core.drafter.blocks import IGNORE, block_labels, block_positions, block_tokens, sample_anchors, valid_anchors
+from dflash_core.drafter.cache import DrafterCache
+from dflash_core.drafter.config import DFlashConfig, default_tap_layers
+from dflash_core.drafter.masks import dflash_dense_mask
+from dflash_core.drafter.model import DFlashDrafter
+from dflash_core.drafter.spec import SPECS, DrafterSpec
+
+__all__ = [
+    "IGNORE",
+    "SPECS",
+    "DFlashConfig",
+    "DFlashDrafter",
+    "DrafterCache",
+    "DrafterSpec",
+    "block_labels",
+    "block_positions",
+    "block_tokens",
+    "default_tap_layers",
+    "dflash_dense_mask",
+    "sample_anchors",
+    "valid_anchors",
+]

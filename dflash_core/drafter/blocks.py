@@ -1,0 +1,103 @@
+"""Blocks: where they start, what is fed into them, and what they are to predict.
+
+    B rows   T row length   N anchor slots   S block size   k slot of a block
+
+A block at anchor a holds the clean token a in slot 0 and mask tokens in slots 1..S-1. An empty slot has anchor -1. Everything but
+``sample_anchors`` runs on the device of its arguments, with shapes that depend on shapes alone and no host synchronisation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_core.drafter.config import DFlashConfig
+from dflash_core.drafter.spec import DFLASH, DrafterSpec
+
+IGNORE = -100
+"""Label of a slot that is not trained, as torch's cross-entropy spells it."""
+
+
+def valid_anchors(loss_mask_T: Tensor, document_ids_T: Tensor) -> Tensor:
+    """[..., T] bool: the positions where a block may start: the token and the next one are supervised and of one document.
+
+    Args:
+        loss_mask_T:    [..., T] bool, supervised tokens
+        document_ids_T: [..., T] int, document of each token, -1 for padding
+    """
+    supervised = loss_mask_T.bool() & (document_ids_T >= 0)
+    valid = torch.zeros_like(supervised)
+    valid[..., :-1] = supervised[..., :-1] & supervised[..., 1:] & (document_ids_T[..., :-1] == document_ids_T[..., 1:])
+    return valid
+
+
+def sample_anchors(loss_mask_T: Tensor, document_ids_T: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
+    """Draw the anchors of one row, without repetition, each valid position equally likely.
+
+    Args:
+        loss_mask_T:    [T] bool on the CPU
+        document_ids_T: [T] int on the CPU, -1 for padding
+        num_anchors:    N, slots of the row
+        generator:      CPU generator, seeded by the caller from (seed, epoch, row)
+
+    Returns:
+        [N] int64: exactly min(k, N) of the k valid positions in ascending order, then -1 for every empty slot.
+    """
+    valid = valid_anchors(loss_mask_T, document_ids_T).nonzero().flatten()
+    chosen = valid[torch.randperm(len(valid), generator=generator)[:num_anchors]]
+    anchors = torch.full((num_anchors,), -1, dtype=torch.int64)
+    anchors[: len(chosen)] = chosen.sort().values
+    return anchors
+
+
+def block_tokens(tokens_BT: Tensor, anchors_BN: Tensor, config: DFlashConfig) -> Tensor:
+    """[B, N, S] int64: the token ids fed into each block: the anchor's token, then mask tokens. Empty slots hold mask tokens only.
+
+    Args:
+        tokens_BT:  [B, T] int64
+        anchors_BN: [B, N] int64, -1 for an empty slot
+        config:     gives the block size and the mask token
+    """
+    anchor_tokens = tokens_BT.gather(1, anchors_BN.clamp(min=0))
+    first = torch.where(anchors_BN >= 0, anchor_tokens, config.mask_token_id)
+    rest = first.new_full((*first.shape, config.block_size - 1), config.mask_token_id)
+    return torch.cat([first[..., None], rest], dim=-1)
+
+
+def block_positions(positions_BT: Tensor, anchors_BN: Tensor, block_size: int) -> Tensor:
+    """[B, N, S] int64: absolute positions of the slots, counted on from the anchor's position in its document. Empty slots count from 0.
+
+    Args:
+        positions_BT: [B, T] int64, position of each token within its document
+        anchors_BN:   [B, N] int64, -1 for an empty slot
+    """
+    first = torch.where(anchors_BN >= 0, positions_BT.gather(1, anchors_BN.clamp(min=0)), 0)
+    return first[..., None] + torch.arange(block_size, device=first.device)
+
+
+def block_labels(
+    tokens_BT: Tensor, loss_mask_BT: Tensor, document_ids_BT: Tensor, anchors_BN: Tensor, block_size: int, spec: DrafterSpec = DFLASH
+) -> Tensor:
+    """[B, N, S] int64: what each slot is trained to predict, ``IGNORE`` where there is nothing.
+
+    Slot k of the block at anchor a predicts token a+k (spec ``dflash``). It has a label only if the whole run a..a+k lies in the row and
+    in the anchor's document and is supervised: a drafted token counts only if those before it were accepted.
+
+    Args:
+        tokens_BT:       [B, T] int64
+        loss_mask_BT:    [B, T] bool
+        document_ids_BT: [B, T] int, -1 for padding
+        anchors_BN:      [B, N] int64, -1 for an empty slot
+    """
+    B, T = tokens_BT.shape
+    N = anchors_BN.shape[1]
+    span = torch.arange(block_size + spec.label_offset, device=anchors_BN.device)
+    position_BNS = anchors_BN[..., None] + span
+    inside = (anchors_BN[..., None] >= 0) & (position_BNS < T)
+    flat = position_BNS.clamp(0, T - 1).reshape(B, -1)
+    document = document_ids_BT.gather(1, flat).view(B, N, -1)
+    supervised = loss_mask_BT.bool().gather(1, flat).view(B, N, -1)
+    run = inside & supervised & (document >= 0) & (document == document[..., :1])
+    unbroken = run.to(torch.int32).cumprod(dim=-1).bool()
+    labels = torch.where(unbroken, tokens_BT.gather(1, flat).view(B, N, -1), IGNORE)[..., spec.label_offset :]
+    return torch.where(torch.arange(block_size, device=labels.device) >= spec.first_predicting_slot, labels, IGNORE)

@@ -1,0 +1,223 @@
+"""The DFlash drafter: a few Qwen3-style layers that draft a whole block of tokens from the target's hidden states in one pass.
+
+    B rows   T context tokens   Q = N * S draft positions   X = T + Q   F = K * H tapped features   H hidden
+    A attention heads   G key/value heads   D head size
+
+The context is ``H_t = hidden_norm(fc(features))``, once for all layers. A layer's queries come from the block stream only; its keys and values
+come from the context and the (normed) block stream, side by side. The context gets no norm, query, output projection or MLP of a layer
+(arXiv 2602.06036, section 3; parameter names as every serving runtime expects them).
+
+Training sees many blocks of a row at once, under a mask; drafting sees one block after a cached context. Both are the same function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dflash_core.drafter.cache import DrafterCache
+from dflash_core.drafter.config import DFlashConfig
+from dflash_core.drafter.rope import rope_frequencies
+
+INITIAL_STD = 0.02
+KeysValues = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32 whatever the input."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention from the block to the context and to the block itself."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        H, self.head_dim = config.hidden_size, config.head_dim
+        q, kv = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.grouped = config.num_heads != config.num_kv_heads
+        self.q_proj = nn.Linear(H, q, bias=False)
+        self.k_proj = nn.Linear(H, kv, bias=False)
+        self.v_proj = nn.Linear(H, kv, bias=False)
+        self.o_proj = nn.Linear(q, H, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def queries(self, x_BQH: Tensor, rotation: Rotation) -> Tensor:
+        """[B, A, Q, D]"""
+        return rotate(self.q_norm(self._heads(self.q_proj(x_BQH))), rotation).transpose(1, 2)
+
+    def keys_values(self, x_BXH: Tensor, rotation: Rotation) -> KeysValues:
+        """Two of [B, G, X, D]"""
+        k = rotate(self.k_norm(self._heads(self.k_proj(x_BXH))), rotation)
+        return k.transpose(1, 2), self._heads(self.v_proj(x_BXH)).transpose(1, 2)
+
+    def attend(self, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """[B, Q, H]"""
+        if isinstance(mask, BlockMask):
+            out = flex_attention(q_BAQD, k_BGXD, v_BGXD, block_mask=mask, enable_gqa=self.grouped)
+        else:
+            out = functional.scaled_dot_product_attention(q_BAQD, k_BGXD, v_BGXD, attn_mask=mask, enable_gqa=self.grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One layer of the block stream."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BQH: Tensor, rotation: Rotation, context: Callable[[Tensor, Tensor], KeysValues], mask: Tensor | BlockMask | None) -> Tensor:
+        """``context`` puts the context's keys and values before those of the block."""
+        attention = self.self_attn
+        normed = self.input_layernorm(x_BQH)
+        k, v = context(*attention.keys_values(normed, rotation))
+        x_BQH = x_BQH + attention.attend(attention.queries(normed, rotation), k, v, mask)
+        return x_BQH + self.mlp(self.post_attention_layernorm(x_BQH))
+
+
+class DFlashDrafter(nn.Module):
+    """The trainable part: no embedding and no head, which are the target's own.
+
+    Parameters are named and shaped as ``config.tensor_shapes()`` says; ``inv_freq`` stays float32 under any cast.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        inv_freq, self.rope_factor = rope_frequencies(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        self._exact_inv_freq = inv_freq
+        self.register_buffer("inv_freq", inv_freq.clone(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DFlashDrafter:
+        super()._apply(fn, recurse)
+        self.inv_freq = self._exact_inv_freq.to(self.inv_freq.device)  # a cast to bfloat16 must not reach the frequencies
+        return self
+
+    def init_weights(self, seed: int) -> DFlashDrafter:
+        """Fresh weights, the same on every device: matrices normal with deviation 0.02, norms one. Returns self."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.fill_(1.0)
+                    continue
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()  # a tensor's draw depends on its name, not on its turn
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * INITIAL_STD)
+        return self
+
+    def forward(
+        self,
+        features_BTF: Tensor,
+        block_embeddings_BQH: Tensor,
+        context_positions_BT: Tensor,
+        block_positions_BQ: Tensor,
+        mask: Tensor | BlockMask,
+    ) -> Tensor:
+        """Hidden states of all blocks of each row, ready for the target's head.
+
+        Args:
+            features_BTF:         [B, T, F] the target's tapped features, any float dtype
+            block_embeddings_BQH: [B, Q, H] the target's embeddings of the block tokens
+            context_positions_BT: [B, T] int64 absolute positions
+            block_positions_BQ:   [B, Q] int64 absolute positions
+            mask:                 ``dflash_dense_mask`` (CPU) or ``dflash_block_mask`` (inside torch.compile, on CUDA) over [context, blocks]
+
+        Returns:
+            [B, Q, H] in the dtype of the weights, after the final norm.
+        """
+        context_BTH = self.context(features_BTF)
+        x_BQH = block_embeddings_BQH.to(context_BTH.dtype)
+        context_rotation = self.rotation(context_positions_BT, context_BTH.dtype)
+        block_rotation = self.rotation(block_positions_BQ, context_BTH.dtype)
+        for layer in self._draft_layers():
+            k_context, v_context = layer.self_attn.keys_values(context_BTH, context_rotation)
+
+            def before(k: Tensor, v: Tensor, k_context: Tensor = k_context, v_context: Tensor = v_context) -> KeysValues:
+                return torch.cat([k_context, k], dim=2), torch.cat([v_context, v], dim=2)
+
+            x_BQH = layer(x_BQH, block_rotation, before, mask)
+        return self.norm(x_BQH)
+
+    def context(self, features_BTF: Tensor) -> Tensor:
+        """[B, T, H]: what all layers see of the target's features."""
+        return self.hidden_norm(self.fc(features_BTF.to(self.fc.weight.dtype)))
+
+    def context_keys_values(self, features_BTF: Tensor, positions_BT: Tensor) -> list[KeysValues]:
+        """Keys and values of every layer for newly committed positions, to be appended to a ``DrafterCache``: two of [B, G, T, D] a layer."""
+        context_BTH = self.context(features_BTF)
+        rotation = self.rotation(positions_BT, context_BTH.dtype)
+        return [layer.self_attn.keys_values(context_BTH, rotation) for layer in self._draft_layers()]
+
+    def new_cache(self, batch_size: int = 1, capacity: int = 256) -> DrafterCache:
+        """An empty cache for drafting, on the device and in the dtype of the weights."""
+        return DrafterCache(self.config, batch_size, capacity, self.fc.weight.dtype, self.fc.weight.device)
+
+    def forward_cached(self, block_embeddings_BSH: Tensor, positions_BS: Tensor, cache: DrafterCache) -> Tensor:
+        """Hidden states [B, S, H] of one block that follows the cached context; leaves the cache as it was.
+
+        Args:
+            block_embeddings_BSH: [B, S, H] the target's embeddings of [last token, mask, mask, ...]
+            positions_BS:         [B, S] int64 absolute positions
+        """
+        x_BSH = block_embeddings_BSH.to(self.fc.weight.dtype)
+        rotation = self.rotation(positions_BS, x_BSH.dtype)
+        for i, layer in enumerate(self._draft_layers()):
+            x_BSH = layer(x_BSH, rotation, cache.joined(i), None)
+        return self.norm(x_BSH)
+
+    def _draft_layers(self) -> Iterable[DraftLayer]:
+        return cast(Iterable[DraftLayer], self.layers)
+
+    def rotation(self, positions_BX: Tensor, dtype: torch.dtype) -> Rotation:
+        """Cosine and sine [B, X, 1, D] of the positions, computed in float32."""
+        angles = positions_BX[..., None].float() * self.inv_freq
+        angles = torch.cat([angles, angles], dim=-1)[:, :, None]
+        return (angles.cos() * self.rope_factor).to(dtype), (angles.sin() * self.rope_factor).to(dtype)
+
+
+def rotate(x_BXAD: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate pairs (i, i + D/2) of each head by the angles of its position."""
+    cos, sin = rotation
+    first, second = x_BXAD.chunk(2, dim=-1)
+    return x_BXAD * cos + torch.cat([-second, first], dim=-1) * sin
