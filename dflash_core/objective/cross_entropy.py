@@ -1,0 +1,166 @@
+"""Cross-entropy of drafted slots through the target's frozen head, without ever holding all logits.
+
+The forward pass goes over the labelled slots in chunks. A chunk's logits are made, turned in place into the gradient
+(softmax - one-hot), multiplied back into the hidden space and dropped. So the gradient of each slot's loss with respect to its
+hidden state is known after the forward pass, and the backward pass is one multiplication: nothing is computed twice.
+It is kept unweighted, because weights may depend on the probabilities that this same pass finds (D-PACE).
+
+On CUDA the two products are cuBLAS's and what lies between them is one Triton kernel (``softmax_kernel``).
+
+Shapes: M slots, C slots of a chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100  # the label of a slot without a loss, as in torch's cross_entropy; any negative label is treated so
+
+
+class SlotLosses(NamedTuple):
+    """What one pass over the vocabulary tells about each slot; all zero for slots without a label.
+
+    nll:         [M] float32 (float64 for float64 input), -log p(label); differentiable with respect to the hidden states
+    probability: [M] same dtype, p(label), without gradient
+    hit:         [M] bool, the label is the most likely token
+    """
+
+    nll: Tensor
+    probability: Tensor
+    hit: Tensor
+
+
+def linear_cross_entropy(
+    hidden_MH: Tensor,
+    weight_VH: Tensor,
+    labels_M: Tensor,
+    *,
+    chunk_slots: int,
+    softcap: float | None = None,
+    max_labelled: int | None = None,
+) -> SlotLosses:
+    """Per-slot cross-entropy of ``softmax(softcap * tanh(hidden @ weight.T / softcap))``; the head gets no gradient.
+
+    Slots without a label are never multiplied into the vocabulary. On the CPU products run in float32 (float64 for float64
+    input), whatever the dtype of the arguments; on CUDA in the dtype of the head with float32 accumulation, and the softmax
+    in float32. Free of global state: threads may call it at the same time.
+
+    Args:
+        hidden_MH: hidden states after the drafter's final norm.
+        weight_VH: the target's head, frozen. On the CPU hold it in float32, or it is converted at every call.
+        labels_M: int64, negative (``IGNORED``) where a slot has no label.
+        chunk_slots: most rows of logits alive at a time; memory is chunk_slots * V elements.
+        softcap: the target's final logit softcap, if it has one.
+        max_labelled: bound on the number of labelled slots (N * (S - 1) for N blocks). None counts them, which on CUDA waits
+            for the device. With the bound, shapes are fixed and nothing waits; labelled slots beyond it get nll = NaN.
+    Raises:
+        ValueError: shapes that do not fit together, or a chunk or bound below 1.
+    """
+    if hidden_MH.ndim != 2 or weight_VH.ndim != 2 or hidden_MH.shape[1] != weight_VH.shape[1] or labels_M.shape != hidden_MH.shape[:1]:
+        raise ValueError(
+            f"expected hidden [M, H], weight [V, H] and labels [M], found {list(hidden_MH.shape)}, {list(weight_VH.shape)} and {list(labels_M.shape)}"
+        )
+    if chunk_slots < 1 or (max_labelled is not None and max_labelled < 1):
+        raise ValueError(f"chunk_slots and max_labelled must be at least 1, found {chunk_slots} and {max_labelled}")
+    want_gradient = hidden_MH.requires_grad and torch.is_grad_enabled()
+    slots = _labelled_slots(labels_M, max_labelled)
+    # autocast would turn the float32 products of the CPU path into bfloat16 ones
+    with torch.autocast(hidden_MH.device.type, enabled=False):
+        return SlotLosses(*_LinearCrossEntropy.apply(hidden_MH, weight_VH.detach(), labels_M, slots, chunk_slots, softcap, want_gradient))
+
+
+def _labelled_slots(labels_M: Tensor, max_labelled: int | None) -> Tensor:
+    """Indices of the labelled slots: exactly those, or with a bound ``min(bound, M)`` indices with the labelled ones first."""
+    if max_labelled is None:
+        return (labels_M >= 0).nonzero().squeeze(1)
+    return torch.argsort((labels_M < 0).to(torch.uint8), stable=True)[:max_labelled]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MH: Tensor,
+        weight_VH: Tensor,
+        labels_M: Tensor,
+        slots_L: Tensor,
+        chunk_slots: int,
+        softcap: float | None,
+        want_gradient: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = _product_dtype(hidden_MH, weight_VH)
+        weight_VH = weight_VH.to(dtype)
+        statistics_dtype = torch.promote_types(dtype, torch.float32)
+        labels_L = labels_M[slots_L]
+        nll_L = labels_L.new_zeros(labels_L.shape, dtype=statistics_dtype)
+        hit_L = torch.zeros_like(labels_L, dtype=torch.bool)
+        gradient_LH = hidden_MH.new_empty((len(slots_L) if want_gradient else 0, hidden_MH.shape[1]), dtype=dtype)
+        logits_CV = weight_VH.new_empty((min(chunk_slots, len(slots_L)), weight_VH.shape[0]))
+        for start in range(0, len(slots_L), chunk_slots):
+            chunk = slice(start, start + chunk_slots)
+            hidden_CH = hidden_MH[slots_L[chunk]].to(dtype)
+            chunk_CV = torch.mm(hidden_CH, weight_VH.T, out=logits_CV[: len(hidden_CH)])
+            nll_L[chunk], hit_L[chunk] = softmax_gradient_(chunk_CV, labels_L[chunk], softcap, want_gradient)
+            if want_gradient:
+                torch.mm(chunk_CV, weight_VH, out=gradient_LH[chunk])
+        ctx.save_for_backward(slots_L, labels_L, gradient_LH)
+        ctx.hidden_shape, ctx.hidden_dtype = hidden_MH.shape, hidden_MH.dtype
+        labelled_M = labels_M >= 0
+        # a labelled slot beyond the bound keeps NaN, so that it cannot go unnoticed
+        nll_M = torch.where(labelled_M, torch.nan, 0.0).to(statistics_dtype).index_copy_(0, slots_L, nll_L)
+        hit_M = torch.zeros_like(labelled_M).index_copy_(0, slots_L, hit_L)
+        probability_M = torch.where(labelled_M, torch.exp(-nll_M), 0.0)
+        ctx.mark_non_differentiable(probability_M, hit_M)
+        return nll_M, probability_M, hit_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_nll_M: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        slots_L, labels_L, gradient_LH = ctx.saved_tensors
+        # the rows of slots without a label hold no gradient (with a bound they are there, and may be anything)
+        scaled_LH = torch.where((labels_L >= 0)[:, None], gradient_LH * grad_nll_M[slots_L][:, None], 0.0).to(ctx.hidden_dtype)
+        grad_hidden_MH = scaled_LH.new_zeros(ctx.hidden_shape).index_copy_(0, slots_L, scaled_LH)
+        return grad_hidden_MH, None, None, None, None, None, None
+
+
+def _product_dtype(hidden_MH: Tensor, weight_VH: Tensor) -> torch.dtype:
+    if hidden_MH.is_cuda:
+        return weight_VH.dtype
+    # CPUs without bfloat16 instructions multiply it many times slower than float32
+    return torch.promote_types(torch.promote_types(hidden_MH.dtype, weight_VH.dtype), torch.float32)
+
+
+def softmax_gradient_(logits_CV: Tensor, labels_C: Tensor, softcap: float | None, want_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Loss and top-1 hit of each row; the logits are overwritten with the gradient of the loss (or with scratch).
+
+    Args:
+        logits_CV: logits before the softcap, any float dtype.
+        labels_C: int64; rows with a negative label get 0 and False, and their logits may hold anything afterwards.
+    Returns: nll [C] float32 (float64 for float64 logits), hit [C] bool.
+    """
+    return _softmax_gradient_torch_(logits_CV, labels_C, softcap, want_gradient)
+
+
+def _softmax_gradient_torch_(logits_CV: Tensor, labels_C: Tensor, softcap: float | None, want_gradient: bool) -> tuple[Tensor, Tensor]:
+    labelled_C = labels_C >= 0
+    index_C1 = labels_C.clamp(min=0)[:, None]
+    slope_CV: Tensor | float = 1.0
+    if softcap is not None:
+        logits_CV.div_(softcap).tanh_()
+        slope_CV = 1 - logits_CV.square() if want_gradient else 1.0
+        logits_CV.mul_(softcap)
+    largest_C, top_C = logits_CV.max(dim=1)
+    label_logit_C = logits_CV.gather(1, index_C1).squeeze(1)
+    logits_CV.sub_(largest_C[:, None]).exp_()
+    total_C = logits_CV.sum(dim=1)
+    if want_gradient:
+        logits_CV.div_(total_C[:, None])
+        logits_CV.scatter_add_(1, index_C1, logits_CV.new_full(index_C1.shape, -1.0))
+        if softcap is not None:
+            logits_CV.mul_(slope_CV)
+    nll_C = torch.where(labelled_C, total_C.log() + largest_C - label_logit_C, 0.0)
+    return nll_C, labelled_C & (top_C == labels_C)

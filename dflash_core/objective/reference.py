@@ -1,0 +1,33 @@
+"""Plain twins of the fast paths: all logits at once, loops in place of scans. Slow, obvious, and what tests compare with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_core.objective.cross_entropy import SlotLosses
+
+
+def reference_linear_cross_entropy(hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, *, softcap: float | None = None) -> SlotLosses:
+    """``linear_cross_entropy`` with [M, V] logits in memory, differentiable by autograd alone; float32 or float64."""
+    dtype = torch.promote_types(torch.promote_types(hidden_MH.dtype, weight_VH.dtype), torch.float32)
+    logits_MV = hidden_MH.to(dtype) @ weight_VH.to(dtype).T
+    if softcap is not None:
+        logits_MV = softcap * torch.tanh(logits_MV / softcap)
+    nll_M = torch.nn.functional.cross_entropy(logits_MV, labels_M, reduction="none")  # 0 for the label -100
+    labelled_M = labels_M >= 0
+    probability_M = torch.where(labelled_M, torch.exp(-nll_M.detach()), 0.0)
+    return SlotLosses(nll_M, probability_M, labelled_M & (logits_MV.argmax(1) == labels_M))
+
+
+def reference_dpace_weights(probability_S: Tensor, labels_S: Tensor, alpha: float) -> Tensor:
+    """``dpace_weights`` of one block, by the formula."""
+    weights = torch.zeros(len(labels_S))
+    labelled = [k for k in range(len(labels_S)) if labels_S[k] >= 0]
+    for j in labelled:
+        for m in (slot for slot in labelled if slot >= j):
+            reach = 1.0
+            for i in (slot for slot in labelled if slot <= m):
+                reach *= (1 - alpha) * float(probability_S[i]) + alpha
+            weights[j] += reach
+    return weights
