@@ -1,6 +1,6 @@
 """From the name of a target to its folder on this machine: the built-in model, a local folder, or a Hugging Face repository.
 
-    info = resolve_target(config.target)
+info = resolve_target(config.target)
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from dflash_core.target.info import TargetInfo, read_target_info
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def resolve_target(
-    config: TargetConfig, cache_dir: Path | None = None, progress: Progress | None = None, *, download: bool = True
-) -> TargetInfo:
+def resolve_target(config: TargetConfig, cache_dir: Path | None = None, progress: Progress | None = None, *, download: bool = True) -> TargetInfo:
     """Find the target, fetching what is missing, and read what is to be known of it.
 
     Args:
@@ -70,4 +68,6 @@ def _snapshot(config: TargetConfig, download: bool) -> Path:
             if download
             else "It is fetched when the pipeline runs"
         )
-        raise TargetError(f"target.model = {config.model!r}{at} is not on this machine and could not be had from Hugging Face: {reason}. {remedy}.") from error
+        raise TargetError(
+            f"target.model = {config.model!r}{at} is not on this machine and could not be had from Hugging Face: {reason}. {remedy}."
+        ) from error

@@ -151,7 +151,9 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # as above
-        raise TargetError(f"{folder}: its tokenizer cannot be loaded: {_summary(error)}. Copy the tokenizer's files from the original model.") from error
+        raise TargetError(
+            f"{folder}: its tokenizer cannot be loaded: {_summary(error)}. Copy the tokenizer's files from the original model."
+        ) from error
 
 
 def _weights_digest(folder: Path) -> str:
@@ -188,7 +190,9 @@ def _eos_token_ids(folder: Path, text: Any, tokenizer: Any) -> tuple[int, ...]:
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     if not ids:
-        raise TargetError(f"{folder}: no end-of-sequence token in generation_config.json, config.json or the tokenizer. Add eos_token_id to one of them.")
+        raise TargetError(
+            f"{folder}: no end-of-sequence token in generation_config.json, config.json or the tokenizer. Add eos_token_id to one of them."
+        )
     return tuple(dict.fromkeys(ids))
 
 

@@ -38,13 +38,17 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(_json(index).get("weight_map", {}).values()))]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
-            raise TargetError(f"{index} names {len(files)} weight files, of which {len(missing)} are missing: {', '.join(missing[:5])}. Fetch the model again.")
+            raise TargetError(
+                f"{index} names {len(files)} weight files, of which {len(missing)} are missing: {', '.join(missing[:5])}. Fetch the model again."
+            )
     else:
         files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         found = f"only {', '.join(pickled[:3])}, which are pickles and are never loaded" if pickled else "none"
-        raise TargetError(f"{folder}: expected weights as *.safetensors, found {found}. Save the model with save_pretrained, which writes safetensors.")
+        raise TargetError(
+            f"{folder}: expected weights as *.safetensors, found {found}. Save the model with save_pretrained, which writes safetensors."
+        )
     return files
 
 

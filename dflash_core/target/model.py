@@ -1,0 +1,265 @@
+"""The frozen target in memory: hidden states of tapped layers, decoding with a cache, generation.
+
+    target = TargetModel.from_pretrained(info, dtype=torch.bfloat16, device="cpu")
+    features = target.hidden_states(ids_BT, mask_BT, (1, 14, 27))
+
+Shapes: B rows of a batch, T tokens, K taps, H hidden, V vocabulary. Methods may be called from several threads at once:
+nothing of the model is changed by a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_core.config import GenerationConfig, TargetConfig
+from dflash_core.data.types import Response
+from dflash_core.errors import TargetError
+from dflash_core.stages import Progress, no_progress
+from dflash_core.target.generate import generate
+from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
+from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
+from dflash_core.target.vocabulary import TargetVocabulary
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One pass with a cache.
+
+    logits:   [B, T, V] (or of the last ``logits_to_keep`` tokens), soft-capped and scaled as the target does
+    features: [B, T, K*H] outputs of the tapped layers side by side, or None
+    """
+
+    logits: torch.Tensor
+    features: torch.Tensor | None
+
+
+class TargetModel:
+    """A causal language model, never trained here. Made by ``from_pretrained``."""
+
+    def __init__(self, model: Any, tokenizer: Any, info: TargetInfo) -> None:
+        """Take a loaded Transformers model. Raises ``TargetError`` if its parts cannot be found or its embeddings are not those of ``info``."""
+        self.info = info
+        self.tokenizer = tokenizer
+        self.vocabulary: TargetVocabulary
+        self._model = model.eval().requires_grad_(False)
+        self._structure = find_structure(model)
+        self._taps = LayerTaps(self._structure.layers)
+        self._truncated: dict[int, torch.nn.Module] = {}
+        self._lock = threading.Lock()
+        self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in Transformers 5.2x
+        embedding, head = self._structure.embedding.weight, self._structure.head.weight
+        self.vocabulary = TargetVocabulary(embedding, embedding if head is embedding else head, info)
+        self._check_embedding()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: TargetInfo | str | Path,
+        *,
+        dtype: torch.dtype | str = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+    ) -> TargetModel:
+        """Load a target.
+
+        Args:
+            source: what ``resolve_target`` returned, a folder, or a name as in ``target.model``.
+            dtype: precision of weights and computation, also by name ('bfloat16').
+            device: where it runs.
+            trust_remote_code: run code that comes with the model.
+            revision: commit, when ``source`` is the name of a repository.
+
+        Raises:
+            TargetError: files are missing or damaged, weights do not fit the configuration, or the kind of model is not supported.
+        """
+        info = source if isinstance(source, TargetInfo) else _resolve(source, trust_remote_code, revision)
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        try:
+            with _no_progress_bar():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    info.path, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
+                )
+        except Exception as error:  # Transformers raises many kinds here; all mean that this model cannot be used
+            raise TargetError(
+                f"{info.path}: the target cannot be loaded: {type(error).__name__}: {error}. Check the folder and the installed transformers."
+            ) from error
+        absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+        if absent:
+            raise TargetError(
+                f"{info.path}: {len(absent)} tensors are missing from the weights or have another shape than config.json says: {', '.join(absent[:5])}"
+                ". They would be random numbers. Fetch the model again, or correct its config.json."
+            )
+        return cls(model.to(device), load_tokenizer(info.path, trust_remote_code), info)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.vocabulary.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of weights, features and logits."""
+        return self.vocabulary.dtype
+
+    @torch.no_grad()
+    def hidden_states(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor | None, tap_layers: Sequence[int]) -> torch.Tensor:
+        """Features [B, T, K*H]: outputs of the tapped layers (0-based, before the final norm) side by side, in the order given.
+
+        Only the layers up to the deepest tap run, and neither the final norm nor the head. Bit for bit ``output_hidden_states`` of the full
+        model for the same batch and mask.
+
+        Args:
+            ids_BT: token ids; shorter rows padded on the right.
+            mask_BT: 1 for tokens, 0 for padding. None where there is none; right padding may also go unmasked, as no token sees it.
+        """
+        self._check_taps(tap_layers)
+        decoder = self._decoder_of_depth(max(tap_layers) + 1)
+        mask_BT = None if mask_BT is None else mask_BT.to(self.device)
+        with self._taps.record(tap_layers) as taps:
+            decoder(input_ids=ids_BT.to(self.device), attention_mask=mask_BT, use_cache=False)
+        return torch.cat([taps[layer] for layer in tap_layers], dim=-1)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_BT: torch.Tensor,
+        cache: Any,
+        *,
+        tap_layers: Sequence[int] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> TargetOutput:
+        """Run T more tokens and append them to ``cache`` (from ``new_cache``).
+
+        Args:
+            tap_layers: layers whose outputs are wanted too.
+            attention_mask: [B, cached + T], 1 for tokens, 0 for padding (on the left). None where there is none.
+            logits_to_keep: logits of the last so many tokens only; 0: of all.
+        """
+        if tap_layers is not None:
+            self._check_taps(tap_layers)
+        arguments: dict[str, Any] = {self._cache_keyword: cache, "logits_to_keep": logits_to_keep}
+        if attention_mask is not None:
+            positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+            arguments |= {"attention_mask": attention_mask, "position_ids": positions[:, -ids_BT.shape[1] :]}
+        with self._taps.record(tap_layers or ()) as taps:
+            output = self._model(input_ids=ids_BT, use_cache=True, **arguments)
+        features = torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
+        return TargetOutput(output.logits, features)
+
+    def new_cache(self) -> Any:
+        """An empty key/value cache that ``crop_cache`` can shorten.
+
+        Raises:
+            TargetError: the target has recurrent layers, whose state cannot be taken back.
+        """
+        from transformers import DynamicCache
+
+        kinds = set(getattr(self._model.config.get_text_config(decoder=True), "layer_types", None) or ())
+        recurrent = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+        if recurrent:
+            raise TargetError(
+                f"{self.info.name} has layers of the kind {', '.join(recurrent)}, whose state cannot be cropped. Only attention can be decoded."
+            )
+        # Without the config every layer keeps all it has seen: windowed layers then mask, and can be cropped like the others.
+        return DynamicCache()
+
+    def crop_cache(self, cache: Any, length: int) -> None:
+        """Shorten ``cache`` to its first ``length`` tokens. Raises ``ValueError`` if it holds fewer."""
+        held = cache.get_seq_length()
+        if not 0 <= length <= held:
+            raise ValueError(f"cannot crop a cache of {held} tokens to {length}")
+        if length < held:
+            cache.crop(length - held)  # a negative count of tokens to remove: the one meaning that Transformers 5.17 and 5.24 share
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationConfig,
+        *,
+        seeds: Sequence[int] | None = None,
+        stop: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> list[Response]:
+        """Answer prompts (token ids), in batches of ``settings.batch_size``.
+
+        Args:
+            seeds: one per prompt, needed when ``settings.temperature`` is above 0. A prompt's draws depend on its seed alone.
+            stop: tokens that end an answer. Default: the target's own.
+            progress: told after each batch.
+
+        Returns:
+            One ``Response`` per prompt, in order; the stop token is included if it was generated. The same call gives the same answers.
+            In low precision the last bits depend on the shape of a batch, so keep the batches to get the very same answers again.
+        """
+        if settings.temperature > 0.0 and seeds is None:
+            raise ValueError("sampling needs one seed per prompt")
+        seeds = seeds if seeds is not None else [0] * len(prompts)
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
+        return generate(self, prompts, settings, seeds, frozenset(self.info.eos_token_ids if stop is None else stop), progress or no_progress)
+
+    def _check_taps(self, tap_layers: Sequence[int]) -> None:
+        count = len(self._structure.layers)
+        if not tap_layers or any(not 0 <= layer < count for layer in tap_layers):
+            raise TargetError(
+                f"drafter.tap_layers = {list(tap_layers)}: expected 0-based ids of layers, 0 to {count - 1}, as {self.info.name} has {count} layers. "
+                "Correct the list."
+            )
+
+    def _decoder_of_depth(self, depth: int) -> torch.nn.Module:
+        with self._lock:
+            if depth not in self._truncated:
+                self._truncated[depth] = truncated_decoder(self._structure, depth)
+            return self._truncated[depth]
+
+    @torch.no_grad()
+    def _check_embedding(self) -> None:
+        """Compare what enters layer 0 with ``vocabulary.embed``: a factor nobody knows of would silently ruin every drafter."""
+        ids_BT = torch.tensor([[1, 2]], device=self.device)
+        entered: list[torch.Tensor] = []
+        hook = self._structure.layers[0].register_forward_pre_hook(
+            lambda _module, arguments, named: entered.append(arguments[0] if arguments else named["hidden_states"]), with_kwargs=True
+        )
+        try:
+            self._decoder_of_depth(1)(input_ids=ids_BT, use_cache=False)
+        finally:
+            hook.remove()
+        if not torch.allclose(entered[0].float(), self.vocabulary.embed(ids_BT).float(), rtol=1e-2, atol=1e-5):
+            raise TargetError(
+                f"{self.info.name} ({self.info.model_type}): its first layer gets something else than its embeddings times {self.info.embedding_scale}"
+                ". This kind of model is not supported; please report it."
+            )
+
+
+def _resolve(source: str | Path, trust_remote_code: bool, revision: str | None) -> TargetInfo:
+    if Path(source).expanduser().is_dir():
+        return read_target_info(source, trust_remote_code=trust_remote_code)
+    from dflash_core.target.fetch import resolve_target
+
+    return resolve_target(TargetConfig(model=str(source), revision=revision, trust_remote_code=trust_remote_code))
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
