@@ -1,0 +1,53 @@
+"""Rows that cannot be used: written to ``rejected.jsonl`` with reasons; above a limit the stage fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+
+from dflash_core.errors import DataError, Problem
+
+_SHOWN = 5  # rejected rows named in the error itself; the file has all of them
+
+
+class RejectLog:
+    """Counts the rows that were seen and writes down those that were rejected, one JSON object a line.
+
+    with RejectLog(folder / "rejected.jsonl") as rejected:
+        ...
+        rejected.check(config.data.max_rejected_fraction)
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.seen = 0
+        self.count = 0
+        self._first: list[Problem] = []
+        self._file = path.open("w", encoding="utf-8")
+
+    def add(self, problem: Problem) -> None:
+        """Reject one row. ``problem.path`` says which: ``prompts.jsonl:17`` or the id of a conversation."""
+        self.count += 1
+        if len(self._first) < _SHOWN:
+            self._first.append(problem)
+        value = problem.value if isinstance(problem.value, str) else repr(problem.value)
+        value = value.encode("utf-8", "backslashreplace").decode()
+        record = {"where": problem.path, "reason": problem.message, "value": value[:200], "remedy": problem.remedy}
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def check(self, limit: float) -> None:
+        """Raises ``DataError`` when the rejected share of the rows seen is above ``limit`` (``data.max_rejected_fraction``)."""
+        self._file.flush()
+        if self.count <= limit * self.seen:
+            return
+        share = f"{self.count} of {self.seen} rows ({self.count / max(self.seen, 1):.1%}) were rejected"
+        remedy = f"Correct the rows (all of them, with reasons, are in {self.path}), or raise the limit"
+        raise DataError("data", [Problem("data.max_rejected_fraction", limit, share, remedy), *self._first])
+
+    def __enter__(self) -> RejectLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
