@@ -1,0 +1,18 @@
+"""Thin Prefect tasks, one stage a file: names, retries, artifacts and MLflow records around ``dflash_core.pipeline``.
+
+Importing this package sets defaults of the environment that Prefect and MLflow read when they are imported: library logs
+travel with the flow run, telemetry is off, and MLflow's own informational log stays out of the console.
+"""
+
+import os
+
+_DEFAULTS = {
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash_core,tasks",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "6",  # about two minutes, with pauses that double
+    "DO_NOT_TRACK": "1",
+}
+for _name, _value in _DEFAULTS.items():
+    os.environ.setdefault(_name, _value)

@@ -1,0 +1,75 @@
+"""Where MLflow keeps its records, and the checks that make a wrong address fail in seconds instead of minutes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from dflash_core.config import PipelineConfig
+from dflash_core.errors import DFlashError
+
+START_PATIENCE_S = 20.0  # for a server that is being started at the same time
+
+
+class TrackingError(DFlashError):
+    """The tracking store cannot be used. Names the store and what to do."""
+
+
+def tracking_uri(config: PipelineConfig) -> str:
+    """The store of a run: ``tracking.uri``, else MLFLOW_TRACKING_URI, else SQLite in the workspace."""
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{config.run.workspace.resolve()}/mlflow.db"
+
+
+def open_client(config: PipelineConfig) -> tuple[Any, str]:
+    """(an ``MlflowClient``, its URI). The workspace is made if it does not exist.
+
+    Raises:
+        TrackingError: a server is named that does not answer.
+    """
+    uri = tracking_uri(config)
+    if uri.startswith(("http://", "https://")):
+        _wait_for_server(uri)
+    else:
+        config.run.workspace.mkdir(parents=True, exist_ok=True)
+    from mlflow import MlflowClient
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells every step of creating the database
+    return MlflowClient(uri, registry_uri=uri), uri
+
+
+def pinned_experiment(client: Any, uri: str, config: PipelineConfig) -> str:
+    """Id of the configured experiment. A new one keeps its artifacts in the workspace, unless a server looks after them."""
+    from mlflow.exceptions import MlflowException
+
+    name = config.tracking.experiment
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        place = None if uri.startswith("http") else (config.run.workspace.resolve() / "mlflow-artifacts").as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=place))
+        except MlflowException:  # another run has just made it
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise
+    if experiment.lifecycle_stage == "deleted":
+        raise TrackingError(f"the experiment '{name}' has been deleted; restore it or set tracking.experiment to another name")
+    return str(experiment.experiment_id)
+
+
+def _wait_for_server(uri: str) -> None:
+    """MLflow itself tries for four minutes before it says that nobody is there."""
+    deadline = time.monotonic() + START_PATIENCE_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5):
+                return
+        except urllib.error.HTTPError:
+            return  # somebody answers; MLflow's own calls will tell what is wrong
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TrackingError(f"The MLflow server {uri} does not answer: {error}. Start it or correct tracking.uri") from error
+            time.sleep(1.0)

@@ -1,0 +1,348 @@
+"""What MLflow is told about a run: one parent run, a nested run for every stage, and a model.
+
+    with Tracker.open(config, run_folder) as tracker:               # FINISHED, FAILED or KILLED at the end
+        with tracker.stage("train") as record:
+            record.log_metrics(step, {"loss": 2.5})                  # microseconds: see tasks/journal.py
+            record.log_artifact(path)
+
+Everything goes through a client and run ids, never through MLflow's active run, which is local to a thread. The ids lie
+in ``<run folder>/tracking.json``: the same command started again after a failure or a kill goes on in the same runs, and
+runs that a killed process left RUNNING are set to KILLED at the next start. Once the run is open, a tracking store that
+fails costs the record, not the work: calls are warned about, and metrics wait in their journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import logging
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from dflash_core.config import PipelineConfig
+from dflash_core.stages import write_json_atomic
+from tasks.journal import MetricJournal, Record
+from tasks.store import TrackingError, open_client, pinned_experiment
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PARAM = 6000  # MLflow cuts longer values off
+PATIENCE_S = 60.0  # how long the end of a stage waits for a store that is away
+HURRIED_S = 5.0
+
+
+class StageRecord:
+    """The nested MLflow run of one stage. Where ``run_id`` is None (no tracking, or all is recorded) calls return at once."""
+
+    def __init__(self, tracker: Tracker, name: str, run_id: str | None):
+        self.name = name
+        self.run_id = run_id
+        self._tracker = tracker
+        self._journal: MetricJournal | None = None
+        if run_id is not None and self._journal_path.exists():
+            self._journal = self._open_journal()  # an earlier process may have left metrics unsent
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a step; steps that were recorded before are dropped. Does not wait for the store. A ``MetricSink``."""
+        if self.run_id is None:
+            return
+        if self._journal is None:
+            self._journal = self._open_journal()
+        self._journal.append(step, metrics)
+
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Record params of the stage's run."""
+        if self.run_id is not None:
+            self._tracker.log_params(params, self.run_id)
+
+    def set_tags(self, tags: Mapping[str, object]) -> None:
+        """Set tags of the stage's run."""
+        if self.run_id is not None:
+            self._tracker.set_tags(tags, self.run_id)
+
+    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+        """Copy a file or a folder to the run's artifacts."""
+        if self.run_id is not None:
+            self._tracker.log_artifact(path, folder, self.run_id)
+
+    def log_dataset(self, name: str, source: Path, digest: str, context: str, profile: Mapping[str, object]) -> None:
+        """Record that the stage read or wrote a dataset; nothing is loaded. ``profile`` holds its counts."""
+        if self.run_id is not None:
+            self._tracker.log_dataset(name, source, digest, context, profile, self.run_id)
+
+    def flush(self, patience_s: float = PATIENCE_S) -> bool:
+        """Wait until the metrics are in the store. False if it did not take them in time; they are kept."""
+        return self._journal is None or self._journal.flush(patience_s)
+
+    def close(self, status: str) -> None:
+        """Deliver what is left and set the status of the run. An interrupted run does not wait long: its journal is kept."""
+        if self._journal is not None:
+            self._journal.close(HURRIED_S if status == "KILLED" else PATIENCE_S)
+        self._tracker.end_run(self.run_id, status)
+
+    @property
+    def _journal_path(self) -> Path:
+        return self._tracker.folder / "metrics" / f"{self.name}.jsonl"
+
+    def _open_journal(self) -> MetricJournal:
+        return MetricJournal(self._journal_path, self._send)
+
+    def _send(self, records: Sequence[Record]) -> None:
+        from mlflow.entities import Metric
+
+        assert self.run_id is not None
+        self._tracker.client.log_batch(self.run_id, metrics=[Metric(item.key, item.value, item.milliseconds, item.step) for item in records])
+
+
+class Tracker:
+    """The parent run and the way to its stages."""
+
+    def __init__(self, folder: Path, client: Any, experiment_id: str, run_id: str | None, uri: str | None):
+        """Use ``Tracker.open`` or ``Tracker.off``."""
+        self.folder = folder
+        self.client = client
+        self.experiment_id = experiment_id
+        self.run_id = run_id
+        self.uri = uri
+        self.complete = True
+        """False once a call failed: the record in MLflow lacks something."""
+
+    @classmethod
+    def open(cls, config: PipelineConfig, folder: Path) -> Tracker:
+        """Open the run that belongs to ``folder``: the unfinished one of an earlier start, or a new one.
+
+        Raises:
+            TrackingError: the store does not answer or refuses.
+        """
+        if not config.tracking.enabled:
+            return cls.off(folder)
+        client, uri = open_client(config)
+        try:
+            experiment_id = pinned_experiment(client, uri, config)
+            _settle_dead_runs(client, experiment_id)
+            tracker = cls(folder, client, experiment_id, _unfinished_run(client, folder, uri), uri)
+            tracker._begin(config)
+        except Exception as error:
+            raise TrackingError(
+                f"The MLflow store {uri} cannot be used: {error}. Correct tracking.uri, or record nothing with --set tracking.enabled=false"
+            ) from error
+        return tracker
+
+    @classmethod
+    def off(cls, folder: Path) -> Tracker:
+        """A tracker that records nothing."""
+        return cls(folder, None, "", None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end_run(self.run_id, _status_of(error))
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[StageRecord]:
+        """The nested run of a stage: the one an earlier, interrupted start began, or a new one."""
+        record = StageRecord(self, name, self._stage_run(name))
+        try:
+            yield record
+        except BaseException as error:
+            record.close(_status_of(error))
+            raise
+        record.close("FINISHED")
+
+    def log_params(self, params: Mapping[str, object], run_id: str | None = None) -> None:
+        """Record params; a value too long for MLflow is replaced by its length (the whole is in the config artifact)."""
+        from mlflow.entities import Param
+
+        items = [Param(key, _short(value)) for key, value in params.items()]
+        for start in range(0, len(items), 100):  # the most that MLflow takes in one call
+            self._attempt(lambda run, start=start: self.client.log_batch(run, params=items[start : start + 100]), run_id)
+
+    def log_metrics(self, metrics: Mapping[str, float], run_id: str | None = None) -> None:
+        """Record results (no steps) at once; for metrics of training steps see ``StageRecord.log_metrics``."""
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        items = [Metric(key, float(value), now, 0) for key, value in metrics.items()]
+        self._attempt(lambda run: self.client.log_batch(run, metrics=items), run_id)
+
+    def set_tags(self, tags: Mapping[str, object], run_id: str | None = None) -> None:
+        """Set tags."""
+        from mlflow.entities import RunTag
+
+        items = [RunTag(key, str(value)) for key, value in tags.items()]
+        self._attempt(lambda run: self.client.log_batch(run, tags=items), run_id)
+
+    def log_artifact(self, path: Path, folder: str | None = None, run_id: str | None = None) -> None:
+        """Copy a file or a folder to the run's artifacts."""
+        log = "log_artifacts" if path.is_dir() else "log_artifact"
+        self._attempt(lambda run: getattr(self.client, log)(run, str(path), folder), run_id)
+
+    def log_text(self, text: str, name: str) -> None:
+        """Write a text artifact of the parent run."""
+        self._attempt(lambda run: self.client.log_text(run, text, name), None)
+
+    def log_dataset(self, name: str, source: Path, digest: str, context: str, profile: Mapping[str, object], run_id: str) -> None:
+        """Record lineage: a dataset by name, place and digest, with its counts; nothing is loaded."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        place = json.dumps({"uri": source.resolve().as_uri()})
+        dataset = Dataset(name, digest[:32], "local", place, profile=json.dumps(dict(profile)))  # MLflow takes digests of up to 36 characters
+        tags = [InputTag("mlflow.data.context", context)]
+        self._attempt(lambda run: self.client.log_inputs(run, [DatasetInput(dataset, tags)]), run_id)
+
+    def log_model(self, folder: Path, *, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> str | None:
+        """Record an exported drafter as a logged model of the parent run. Returns its id, or None if that failed.
+
+        It can be registered: ``create_model_version(name, source=f"models:/{id}", model_id=id)``.
+        """
+        self._model_id: str | None = None
+        self._attempt(lambda run: self._log_model(run, folder, name, params, tags), None)
+        return self._model_id
+
+    def _log_model(self, run_id: str, folder: Path, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+        model = self.client.create_logged_model(
+            self.experiment_id, name, run_id, {key: str(value) for key, value in tags.items()},
+            {key: _short(value) for key, value in params.items()}, "drafter",
+        )  # fmt: skip
+        try:
+            self.client.log_model_artifacts(model.model_id, str(folder))
+        except BaseException:
+            self.client.finalize_logged_model(model.model_id, "FAILED")
+            raise
+        self.client.finalize_logged_model(model.model_id, "READY")
+        self._model_id = model.model_id
+
+    def end_run(self, run_id: str | None, status: str) -> None:
+        """Set the status of a run and its end."""
+        if run_id is not None:
+            self._attempt(lambda run: self.client.set_terminated(run, status), run_id)
+
+    def _begin(self, config: PipelineConfig) -> None:
+        tags = {**_process_tags(), **_git_tags(), "dflash.config_digest": config.digest, "dflash.target": config.target.model}
+        if self.run_id is None:
+            self.run_id = self._create_run(config.run.name, tags)
+        else:
+            self.client.update_run(self.run_id, status="RUNNING")
+            tags["dflash.resumed"] = "true"
+        write_json_atomic(self.folder / "tracking.json", {"uri": self.uri, "run_id": self.run_id})
+        self.set_tags(tags)
+        self.log_params(flat_params(config.model_dump(mode="json")))
+        self.log_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", "config.json")
+
+    def _create_run(self, name: str, tags: Mapping[str, str]) -> str:
+        run = self.client.create_run(self.experiment_id, tags=dict(tags), run_name=name)
+        return str(run.info.run_id)
+
+    def _stage_run(self, name: str) -> str | None:
+        if self.run_id is None:
+            return None
+        tags = {"mlflow.parentRunId": self.run_id, "dflash.stage": name, **_process_tags()}
+        try:
+            where = f"tags.`mlflow.parentRunId` = '{self.run_id}' and tags.`dflash.stage` = '{name}'"
+            begun = self.client.search_runs([self.experiment_id], where, max_results=1)
+            if not begun:
+                return self._create_run(name, tags)
+            if begun[0].info.status == "FINISHED":
+                return None  # all of it is recorded
+            run_id = str(begun[0].info.run_id)
+            self.client.update_run(run_id, status="RUNNING")
+            self.set_tags(tags, run_id)
+            return run_id
+        except Exception as error:
+            self._warn(error)
+            return None
+
+    def _attempt(self, call: Callable[[str], object], run_id: str | None) -> None:
+        run_id = run_id or self.run_id
+        if run_id is None:
+            return
+        try:
+            call(run_id)
+        except Exception as error:  # MLflow raises its own, the HTTP library's and the database's
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        self.complete = False
+        logger.warning("Not recorded in MLflow (%s): %s", self.uri, error)
+
+
+def flat_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level of dotted names, for comparing runs; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_params(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST_PARAM else f"({len(text)} characters, see config.json)"
+
+
+def _status_of(error: BaseException | None) -> str:
+    """KILLED for what is not an ``Exception``: Ctrl-C, and the signal that a cancelled Prefect run raises."""
+    if error is None:
+        return "FINISHED"
+    return "FAILED" if isinstance(error, Exception) else "KILLED"
+
+
+def _unfinished_run(client: Any, folder: Path, uri: str) -> str | None:
+    """The run that an earlier start of the same command began in this store and did not finish."""
+    try:
+        known = json.loads((folder / "tracking.json").read_text(encoding="utf-8"))
+        run = client.get_run(known["run_id"]) if known["uri"] == uri else None
+    except Exception:  # no such file, or no such run any more
+        return None
+    unfinished = run is not None and run.info.status != "FINISHED" and run.info.lifecycle_stage == "active"
+    return str(run.info.run_id) if unfinished else None
+
+
+def _settle_dead_runs(client: Any, experiment_id: str) -> None:
+    """Set runs to KILLED whose process on this machine is gone without having said so."""
+    where = f"attributes.status = 'RUNNING' and tags.`dflash.host` = '{socket.gethostname()}'"
+    for run in client.search_runs([experiment_id], where):
+        if not _alive(run.data.tags.get("dflash.process", "")):
+            client.set_terminated(run.info.run_id, "KILLED")
+
+
+def _process_tags() -> dict[str, str]:
+    process = psutil.Process()
+    return {
+        "mlflow.user": getpass.getuser(),
+        "mlflow.source.name": "dflashctl",
+        "dflash.host": socket.gethostname(),
+        "dflash.process": f"{process.pid}@{process.create_time():.0f}",  # ids are used again, starting times tell them apart
+    }
+
+
+def _alive(process: str) -> bool:
+    pid, _, started = process.partition("@")
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 2
+    except (psutil.Error, ValueError):
+        return False
+
+
+def _git_tags() -> dict[str, str]:
+    """Commit and branch of the code, where it runs from a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
+    try:
+        return {"mlflow.source.git.commit": git("rev-parse", "HEAD"), "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD")}
+    except (OSError, subprocess.SubprocessError):
+        return {}
