@@ -3,7 +3,7 @@
 from dflash_core.drafter.blocks import IGNORE, block_labels, block_positions, block_tokens, sample_anchors, valid_anchors
 from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.config import DFlashConfig, default_tap_layers
-from dflash_core.drafter.masks import dflash_dense_mask
+from dflash_core.drafter.masks import dflash_block_mask, dflash_dense_mask
 from dflash_core.drafter.model import DFlashDrafter
 from dflash_core.drafter.spec import SPECS, DrafterSpec
 
@@ -18,6 +18,7 @@ __all__ = [
     "block_positions",
     "block_tokens",
     "default_tap_layers",
+    "dflash_block_mask",
     "dflash_dense_mask",
     "sample_anchors",
     "valid_anchors",

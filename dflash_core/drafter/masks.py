@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+TILE = 128
+"""Side of a square tile of the attention grid; flex_attention's own default."""
 
 
 def visible(query: Tensor, key: Tensor, start: Tensor, anchor: Tensor, context_length: int, block_size: int) -> Tensor:
@@ -52,3 +56,87 @@ def dflash_dense_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: i
     query = torch.arange(Q, device=anchors_BN.device)[:, None]
     key = torch.arange(T + Q, device=anchors_BN.device)
     return visible(query, key, start, anchor, T, block_size)
+
+
+def dflash_block_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE) -> BlockMask:
+    """flex_attention's mask of the same rule, equal to what ``create_block_mask`` finds by evaluating all Q * (T + Q) pairs.
+
+    Made from the context intervals alone: a tile of queries covers a few blocks, and whether their intervals miss, touch or fill a tile of keys
+    is arithmetic on its bounds. That is a few operations per tile, on the device of the arguments, without host synchronisation, and every
+    tensor has a size that depends on N, S and T alone. Ascending anchors give the fewest tiles; any order is correct.
+
+    Args:
+        anchors_BN:      [B, N] int64 row indices, -1 for an empty slot
+        document_ids_BT: [B, T] int, equal within a document, -1 for padding
+        block_size:      S
+        tile:            side of a tile
+
+    Returns:
+        A BlockMask over [B, 1, Q, T + Q], with the transposed lists that the backward pass walks.
+    """
+    T, Q = document_ids_BT.shape[1], anchors_BN.shape[1] * block_size
+    start_BN, anchor_BN = context_intervals(anchors_BN, document_ids_BT)
+    partial, full = _tiles(start_BN.int(), anchor_BN.int(), T, block_size, tile)
+
+    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        slot = query // block_size
+        return visible(query, key, start_BN[b, slot], anchor_BN[b, slot], T, block_size)
+
+    kv_num_blocks, kv_indices = _lists(partial)
+    full_kv_num_blocks, full_kv_indices = _lists(full)
+    q_num_blocks, q_indices = _lists(partial.transpose(-2, -1))
+    full_q_num_blocks, full_q_indices = _lists(full.transpose(-2, -1))
+    return BlockMask(
+        seq_lengths=(Q, T + Q),
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(tile, tile),
+        mask_mod=mask_mod,
+    )
+
+
+def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Which tiles are visible in part and which entirely: two of [B, 1, query tiles, key tiles] bool.
+
+    A tile of keys holds context [c0, c1) and draft keys [k0, k1); either may be empty, and with T no multiple of the tile one tile holds both.
+    """
+    N = anchor_BN.shape[1]
+    Q, X, device = N * S, T + N * S, anchor_BN.device
+    q0 = torch.arange(0, Q, tile, device=device)[:, None]  # [query tiles, 1]
+    q1 = (q0 + tile).clamp(max=Q)
+    x0 = torch.arange(0, X, tile, device=device)  # [key tiles]
+    x1 = (x0 + tile).clamp(max=X)
+    first, last = q0 // S, (q1 - 1) // S  # slots of a query tile
+
+    # The slots of each query tile; a short list is filled up with its last slot.
+    slot = torch.minimum(first + torch.arange((tile - 1) // S + 2, device=device), last)
+    start, anchor = start_BN[:, slot, None], anchor_BN[:, slot, None]  # [B, query tiles, slots, 1]
+    c0, c1 = x0, x1.clamp(max=T)
+    touched = (torch.maximum(start, c0) < torch.minimum(anchor, c1)).any(dim=2)
+    filled = (((start <= c0) & (anchor >= c1)) | (c0 >= c1)).all(dim=2)
+
+    k0, k1 = (x0 - T).clamp(min=0), x1 - T
+    key_first, key_last = k0 // S, (k1 - 1) // S
+    no_draft_keys = k1 <= 0
+    own_touched = ~no_draft_keys & (first <= key_last) & (key_first <= last)
+    own_filled = no_draft_keys | ((first == last) & (key_first == first) & (key_last == first))
+
+    whole = (q1 - q0 == tile) & (x1 - x0 == tile)  # tiles over the edge are never called full
+    full = filled & own_filled & whole
+    partial = (touched | own_touched) & ~full
+    return partial[:, None], full[:, None]
+
+
+def _lists(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row of [..., R, C] bool: how many columns are set, and all columns with the set ones first, both ascending, as int32."""
+    rank = tiles.cumsum(dim=-1)
+    count = rank[..., -1]
+    column = torch.arange(tiles.shape[-1], device=tiles.device).expand_as(rank)
+    place = torch.where(tiles, rank - 1, count[..., None] + column - rank)
+    return count.int(), torch.empty_like(rank).scatter_(-1, place, column).int()
