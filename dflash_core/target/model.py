@@ -97,7 +97,7 @@ class TargetModel:
         absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
         if absent:
             raise TargetError(
-                f"{info.path}: {len(absent)} tensors are missing from the weights or have another shape than config.json says: {', '.join(absent[:5])}"
+                f"{info.path}: {len(absent)} tensors are missing from the weights or are not of the shape in config.json: {', '.join(absent[:5])}"
                 ". They would be random numbers. Fetch the model again, or correct its config.json."
             )
         return cls(model.to(device), load_tokenizer(info.path, trust_remote_code), info)

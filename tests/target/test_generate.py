@@ -1,0 +1,132 @@
+"""Batched generation: the same answers as one at a time, draws of one's own, batches that shrink."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_core.config import GenerationConfig
+from dflash_core.errors import TargetError
+from dflash_core.target import TargetModel
+from dflash_core.target.generate import pick_tokens
+
+PROMPTS = [list(range(10, 10 + length)) for length in (5, 17, 2, 11, 8)]
+
+
+def _greedy(**changes: object) -> GenerationConfig:
+    return GenerationConfig(**{"max_new_tokens": 12, "batch_size": 8, **changes})
+
+
+def _step_by_step(target: TargetModel, prompt: list[int], count: int) -> list[int]:
+    """Reference: the whole sequence anew for every token, no cache, no padding."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(target._model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_answers_in_a_batch_are_those_of_recomputing_every_prefix(target: TargetModel) -> None:
+    answers = target.generate(PROMPTS, _greedy(), stop=())
+    assert [list(answer.tokens) for answer in answers] == [_step_by_step(target, prompt, 12) for prompt in PROMPTS]
+    assert {answer.finish_reason for answer in answers} == {"length"}
+
+
+@pytest.mark.parametrize("target", ["llama", "gemma3_text"], indirect=True)
+def test_an_answer_ends_with_its_stop_token_and_the_others_go_on(target: TargetModel) -> None:
+    full = [list(answer.tokens) for answer in target.generate(PROMPTS, _greedy(), stop=())]
+    stop = full[0][3]
+    answers = target.generate(PROMPTS, _greedy(), stop=[stop])
+    for answer, tokens in zip(answers, full, strict=True):
+        end = tokens.index(stop) + 1 if stop in tokens else len(tokens)
+        assert list(answer.tokens) == tokens[:end]
+        assert answer.finish_reason == ("stop" if stop in tokens else "length")
+
+
+@pytest.mark.parametrize("target", ["llama"], indirect=True)
+def test_finished_rows_leave_the_batch(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [answer.tokens[0] for answer in target.generate(PROMPTS, _greedy(max_new_tokens=1), stop=())]
+    stop = set(first[:3])
+    assert stop.isdisjoint(first[3:])
+    rows: list[int] = []
+    forward = TargetModel.forward
+
+    def counted(self: TargetModel, ids_BT: torch.Tensor, *arguments: object, **named: object) -> object:
+        rows.append(ids_BT.shape[0])
+        return forward(self, ids_BT, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TargetModel, "forward", counted)
+    target.generate(PROMPTS, _greedy(max_new_tokens=2), stop=sorted(stop))
+    assert rows == [5, 2]
+
+
+@pytest.mark.parametrize("target", ["qwen3"], indirect=True)
+def test_a_sampled_answer_depends_on_its_own_seed_and_not_on_its_company(target: TargetModel) -> None:
+    sampling = _greedy(temperature=0.8, top_p=0.9, top_k=50)
+    seeds = [7, 8, 9, 10, 11]
+    together = target.generate(PROMPTS, sampling, seeds=seeds, stop=())
+    order = [3, 0, 4]
+    fewer = target.generate([PROMPTS[index] for index in order], sampling, seeds=[seeds[index] for index in order], stop=())
+    alone = target.generate(PROMPTS, _greedy(temperature=0.8, top_p=0.9, top_k=50, batch_size=1), seeds=seeds, stop=())
+    assert fewer == [together[index] for index in order]
+    assert alone == together
+    assert target.generate(PROMPTS, sampling, seeds=[1007, 8, 9, 10, 11], stop=())[1:] == together[1:]
+    assert target.generate(PROMPTS, sampling, seeds=[1007, 8, 9, 10, 11], stop=())[0] != together[0]
+
+
+@pytest.mark.parametrize("target", ["llama"], indirect=True)
+def test_the_targets_own_end_tokens_are_the_default_and_progress_counts_responses(target: TargetModel) -> None:
+    seen: list[tuple[int, int, str]] = []
+    target.generate(PROMPTS, _greedy(batch_size=2), progress=lambda done, total, unit: seen.append((done, total, unit)))
+    assert seen == [(2, 5, "responses"), (4, 5, "responses"), (5, 5, "responses")]
+    assert target.info.eos_token_ids == (258,)
+
+
+@pytest.mark.parametrize("target", ["llama"], indirect=True)
+def test_wrong_calls_are_refused(target: TargetModel) -> None:
+    with pytest.raises(TargetError, match="prompt 1 of 2 has no tokens"):
+        target.generate([[1], []], _greedy())
+    with pytest.raises(ValueError, match="sampling needs one seed per prompt"):
+        target.generate([[1]], _greedy(temperature=1.0))
+    with pytest.raises(ValueError, match="2 prompts but 1 seeds"):
+        target.generate([[1], [2]], _greedy(), seeds=[1])
+    assert target.generate([], _greedy()) == []
+
+
+def _allowed(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reference: ids and probabilities after temperature, top_k and top_p, likeliest first."""
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    scaled = np.exp((logits[order] - logits.max()) / temperature)
+    probability = scaled / scaled.sum()
+    count = int((np.cumsum(probability) < top_p).sum()) + 1 if top_p < 1.0 else len(order)
+    kept = probability[:count]
+    return order[:count], kept / kept.sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.floats(0.2, 3.0),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 3, 8, 1000]),
+)
+def test_drawn_frequencies_are_those_of_the_restricted_distribution(seed: int, temperature: float, top_p: float, top_k: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=12) * 2
+    ids, probability = _allowed(logits, temperature, top_p, top_k)
+    uniforms = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000  # evenly spread, so that frequencies are exact to 1/2000 a token
+    config = GenerationConfig(temperature=temperature, top_p=top_p, top_k=top_k)
+    picked = pick_tokens(torch.tensor(logits)[None].expand(2000, -1), config, uniforms)
+    frequency = np.bincount(picked.numpy(), minlength=12) / 2000
+    expected = np.zeros(12)
+    expected[ids] = probability
+    np.testing.assert_allclose(frequency, expected, atol=1.5 / 2000 + 1e-6)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-53])
+def test_the_ends_of_the_unit_interval_pick_possible_tokens(uniform: float) -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, 0.0, -torch.inf]])
+    for top_p in (1.0, 0.6):
+        picked = pick_tokens(logits, GenerationConfig(temperature=1.0, top_p=top_p), torch.tensor([uniform], dtype=torch.float64))
+        assert picked.item() in (1, 2)
