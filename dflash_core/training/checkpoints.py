@@ -70,7 +70,7 @@ class TrainingCheckpoint:
 
 
 def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, settings: Mapping[str, Any], keep: int) -> Path:
-    """Write ``<folder>/step-<step>`` atomically, then delete all but the newest ``keep``.
+    """Write ``<folder>/step-<step>`` atomically, then delete all others but the ``keep`` - 1 before it.
 
     Args:
         settings: flat field path → JSON value of everything that the course of training depends on; a resume is refused when they differ
@@ -100,8 +100,10 @@ def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, setti
         shutil.rmtree(final)
     temporary.rename(final)
     sync_folder(folder)
-    for old in _newest_first(folder)[keep:]:
-        shutil.rmtree(old)
+    known = _newest_first(folder)
+    newest = known.index(final)
+    for other in known[:newest] + known[newest + keep :]:  # those before it in the list are of later steps: damaged, and passed over by this run
+        shutil.rmtree(other)
     return final
 
 

@@ -1,0 +1,23 @@
+"""Training: warm-up on the main thread, then one worker thread per replica, kept equal by summed gradients."""
+
+from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
+from dflash_core.training.guard import CompileGuard
+from dflash_core.training.schedule import learning_rate
+from dflash_core.training.session import TrainingSession, WarmUpReport, warm_up
+from dflash_core.training.sync import GradientSync
+from dflash_core.training.trainer import DrafterTrainer, TrainingResult, train
+
+__all__ = [
+    "CompileGuard",
+    "DrafterTrainer",
+    "GradientSync",
+    "TrainingCheckpoint",
+    "TrainingResult",
+    "TrainingSession",
+    "TrainingState",
+    "WarmUpReport",
+    "learning_rate",
+    "newest_training_checkpoint",
+    "train",
+    "warm_up",
+]

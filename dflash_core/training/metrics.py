@@ -1,0 +1,95 @@
+"""Metrics of training: averages over the steps since the last record, to ``metrics.jsonl`` and to whoever listens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from dflash_core.stages import MetricSink, atomic_write, no_metrics
+from dflash_core.training.memory import memory_metrics
+from dflash_core.training.worker import StepRecord
+
+
+class MetricLog:
+    """Collects step records on the main thread and writes one line per ``log_every`` steps."""
+
+    def __init__(self, path: Path, sink: MetricSink, *, log_every: int, tokens_per_step: int, devices: list[torch.device], resumed_step: int):
+        self._path = path
+        self._sink = sink
+        self._log_every = log_every
+        self._tokens_per_step = tokens_per_step
+        self._devices = devices
+        self._window: list[StepRecord] = []
+        self.last: Mapping[str, float] = {}
+        self._forget_after(resumed_step)
+
+    def add(self, record: StepRecord) -> None:
+        """Take in a step; records and reports when a window is full."""
+        self._window.append(record)
+        if record.state.step % self._log_every == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Record and report whatever is in the window."""
+        if not self._window:
+            return
+        step = self._window[-1].state.step
+        self.last = summarise(self._window, self._tokens_per_step) | memory_metrics(self._devices)
+        self._window.clear()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **self.last}) + "\n")
+        self._sink(step, self.last)
+
+    def mute(self) -> None:
+        """Write to the file alone from now on."""
+        self._sink = no_metrics
+
+    def _forget_after(self, step: int) -> None:
+        """Drop lines of steps that an interrupted run took after its last checkpoint, which are taken again now; and a torn last line."""
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record["step"] <= step:
+                kept.append(line)
+        with atomic_write(self._path) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, float]:
+    """Metrics of a window of steps.
+
+    loss: weighted loss over the window, skipped steps left out. token_accuracy: share of labels that are the most likely token;
+    accuracy_slot_k: of slot k. tokens_per_second: tokens of rows, padding included. slots_per_second: labels. data_wait_share: share of the time that
+    replica 0 waited for rows. nonfinite_steps: skipped over the whole run. grad_norm (before clipping), learning_rate and
+    queue_depth: of the last step.
+    """
+    last = records[-1]
+    applied = [record.totals for record in records if not record.totals.skipped]
+    seconds = sum(record.seconds for record in records)
+    denominator = sum(totals.denominator for totals in applied)
+    labelled = [sum(counts) for counts in zip(*(record.totals.labelled for record in records), strict=True)]
+    hits = [sum(counts) for counts in zip(*(record.totals.hits for record in records), strict=True)]
+    metrics = {
+        "learning_rate": last.learning_rate,
+        "tokens_per_second": len(records) * tokens_per_step / seconds,
+        "slots_per_second": sum(labelled) / seconds,
+        "supervised_slots": float(sum(labelled)) / len(records),
+        "step_seconds": seconds / len(records),
+        "data_wait_share": sum(record.data_wait for record in records) / seconds,
+        "queue_depth": float(last.queue_depth),
+        "nonfinite_steps": float(last.state.skipped),
+    }
+    if applied:
+        metrics["grad_norm"] = applied[-1].grad_norm
+    if denominator > 0:
+        metrics["loss"] = sum(totals.loss * totals.denominator for totals in applied) / denominator
+    if sum(labelled):
+        metrics["token_accuracy"] = sum(hits) / sum(labelled)
+    metrics.update({f"accuracy_slot_{k}": hit / count for k, (hit, count) in enumerate(zip(hits, labelled, strict=True)) if count})
+    return metrics

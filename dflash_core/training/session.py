@@ -1,0 +1,222 @@
+"""Warm-up, and the live handles it leaves for training in the same process.
+
+    report = warm_up(config, run_id=..., dataset=..., info=..., vocabulary=..., folder=...)     # main thread
+    session = TrainingSession.get(run_id, config)                                               # None if there was no warm-up here
+    DrafterTrainer(session).run()
+
+Everything that training will run is run here first, on the main thread, one device after the other, while no worker exists; threads that
+compile at the same time break each other (see ``guard``). A session is good for one run. Replicas that a failed or interrupted run leaves behind are
+in an unknown state, so whoever tries again warms up again and resumes from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_core.checks import check_schedule
+from dflash_core.config import PipelineConfig
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint
+from dflash_core.errors import WarmUpError
+from dflash_core.feed import RowSource, ShardRows
+from dflash_core.shards import ShardDataset
+from dflash_core.target import TargetInfo, TargetVocabulary
+from dflash_core.training.checkpoints import TrainingState, newest_training_checkpoint
+from dflash_core.training.guard import compiled_graphs, prepare_for_threads
+from dflash_core.training.memory import memory_in_use
+from dflash_core.training.replica import Replica
+from dflash_core.training.sync import GradientSync, connect
+
+# Settings that change how a run is executed and watched, but not its course: they may differ when it is resumed.
+_FREE = {
+    "training": {"devices", "rows_per_microstep", "accumulation_steps", "compile", "queue_rows", "log_every", "checkpoint_every", "keep_checkpoints"}
+    | {"compare_replicas_every", "max_nonfinite_steps", "stall_timeout_s", "epochs", "max_steps"},
+    "objective": {"chunk_slots"},
+    "drafter": {"initial_checkpoint"},
+}
+
+
+@dataclass(frozen=True)
+class DeviceWarmUp:
+    """Warm-up of one replica: seconds, graphs that Dynamo compiled, bytes of memory in use before and after."""
+
+    replica: int
+    device: str
+    seconds: float
+    graphs: int
+    memory_before: int
+    memory_after: int
+
+
+@dataclass(frozen=True)
+class WarmUpReport:
+    """What warm-up did. Small and JSON-able (``dataclasses.asdict``), fit to be returned by a task."""
+
+    run_id: str
+    config_digest: str
+    seconds: float
+    devices: tuple[DeviceWarmUp, ...]
+    resumed_step: int
+    total_steps: int
+    num_parameters: int
+
+
+class TrainingSession:
+    """Warmed replicas, connected to each other, and the rows they will take. Lives in the process that made it; good for one run."""
+
+    _sessions: dict[tuple[str, str], TrainingSession] = {}  # noqa: RUF012 - process-local by design
+
+    def __init__(
+        self, config: PipelineConfig, run_id: str, folder: Path, source: RowSource, settings: Mapping[str, Any], state: TrainingState,
+        replicas: list[Replica], syncs: list[GradientSync], total_steps: int, threads_per_replica: int,
+    ):  # fmt: skip
+        self.config = config
+        self.run_id = run_id
+        self.folder = folder
+        self.source = source
+        self.settings = settings
+        self.state = state
+        self.replicas = replicas
+        self.syncs = syncs
+        self.total_steps = total_steps
+        self.threads_per_replica = threads_per_replica
+        self.spent = False
+
+    @classmethod
+    def get(cls, run_id: str, config: PipelineConfig) -> TrainingSession | None:
+        """The session that a warm-up of this process left for this run and these settings; None if there is none, or it has been used."""
+        return cls._sessions.get((run_id, config.digest))
+
+    def register(self) -> None:
+        """Let ``get`` find this session. Sessions of other runs are dropped: their replicas would only take up memory."""
+        self._sessions.clear()
+        self._sessions[self.run_id, self.config.digest] = self
+
+    def take(self) -> None:
+        """Use the session up. Raises ``WarmUpError`` the second time."""
+        if self.spent:
+            raise WarmUpError(f"The training session of run '{self.run_id}' has been used. Call warm_up again; training then resumes from its last checkpoint.")
+        self.spent = True
+        self._sessions.pop((self.run_id, self.config.digest), None)
+
+
+def warm_up(
+    config: PipelineConfig, *, run_id: str, dataset: ShardDataset, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path
+) -> WarmUpReport:
+    """Build, load and warm every replica, on the main thread, and leave a ``TrainingSession`` for ``run_id`` and these settings.
+
+    Args:
+        dataset:    hidden states of ``info``'s tapped layers
+        vocabulary: the target's embedding and head; copied to each device that lacks them
+        folder:     of the training stage; its newest whole checkpoint is resumed
+
+    Raises:
+        WarmUpError: not called on the main thread.
+        ConfigError: the data holds less than one step.
+        CheckpointError: the checkpoint in ``folder`` belongs to other settings, or all are damaged.
+    """
+    source = ShardRows(dataset, config.training, config.run.seed)
+    settings = {**config_settings(config), "digest of the target": info.digest, "digest of the shards": dataset.digest}
+    return warm_up_source(config, run_id=run_id, source=source, settings=settings, info=info, vocabulary=vocabulary, folder=folder)
+
+
+def warm_up_source(
+    config: PipelineConfig, *, run_id: str, source: RowSource, settings: Mapping[str, Any], info: TargetInfo, vocabulary: TargetVocabulary, folder: Path
+) -> WarmUpReport:
+    """``warm_up`` for rows of any source. ``settings`` are the fields that a resumed run must have in common with its checkpoint."""
+    require_main_thread("Warm-up")
+    started = time.monotonic()
+    prepare_for_threads()
+    devices = [torch.device(name) for name in config.training.devices]
+    drafter_config = DFlashConfig.from_target(info, config.drafter)
+    total_steps = count_steps(config, source)
+    settings = {**settings, "optimiser steps of the run (training.max_steps, or what training.epochs hold)": total_steps}
+    checkpoint = newest_training_checkpoint(folder / "checkpoints", settings)
+    state = checkpoint.state if checkpoint else TrainingState()
+    threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else torch.get_num_threads()
+    rows = [source.row(i) for i in range(config.training.rows_per_microstep)]
+    replicas, reports = [], []
+    vocabularies: dict[torch.device, TargetVocabulary] = {}
+    with intra_op_threads(threads):
+        for index, device in enumerate(devices):
+            before, graphs, watch = memory_in_use(device), compiled_graphs(), time.monotonic()
+            if device not in vocabularies:
+                vocabularies[device] = _vocabulary_on(vocabulary, info, device, config.training.precision)
+            replica = Replica(index, device, config, drafter_config, vocabularies[device])
+            if checkpoint:
+                replica.load(checkpoint.weights, checkpoint.exp_avg, checkpoint.exp_avg_sq, state.updates)
+            else:
+                replica.load(initial_weights(config, drafter_config))
+            replica.warm_up(rows)
+            replicas.append(replica)
+            reports.append(DeviceWarmUp(index, str(device), time.monotonic() - watch, compiled_graphs() - graphs, before, memory_in_use(device)))
+        syncs = connect(devices, config.training.stall_timeout_s)
+    del checkpoint
+    gc.collect()
+    TrainingSession(config, run_id, folder, source, settings, state, replicas, syncs, total_steps, threads).register()
+    return WarmUpReport(run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters())
+
+
+def initial_weights(config: PipelineConfig, drafter_config: DFlashConfig) -> dict[str, Tensor]:
+    """fp32 weights that training starts from: those of ``drafter.initial_checkpoint``, or fresh ones from ``run.seed``."""
+    if config.drafter.initial_checkpoint is not None:
+        drafter = load_checkpoint(config.drafter.initial_checkpoint)
+    else:
+        drafter = DFlashDrafter(drafter_config).init_weights(config.run.seed)
+    return {name: parameter.detach().float() for name, parameter in drafter.named_parameters()}
+
+
+def config_settings(config: PipelineConfig) -> dict[str, Any]:
+    """Field path → value of every setting that the course of training depends on. Devices may change if the rows of a step stay the same."""
+    settings: dict[str, Any] = {
+        "run.seed": config.run.seed,
+        "rows of an optimiser step (training.devices × accumulation_steps × rows_per_microstep)": config.rows_per_step,
+    }
+    for section in ("drafter", "objective", "training"):
+        values = getattr(config, section).model_dump(mode="json", exclude=_FREE[section])
+        settings.update({f"{section}.{name}": value for name, value in values.items()})
+    return settings
+
+
+def count_steps(config: PipelineConfig, source: RowSource) -> int:
+    """Optimiser steps of the run: ``training.max_steps``, else as many as the epochs hold. Raises ``ConfigError`` if the data cannot fill them."""
+    available = sum(source.rows_per_epoch(epoch) for epoch in range(config.training.epochs)) // config.rows_per_step
+    check_schedule(config, available)
+    return config.training.max_steps or available
+
+
+def require_main_thread(what: str) -> None:
+    """Raises ``WarmUpError`` off the main thread: a cancellation reaches the main thread alone, and compiling is safe there alone."""
+    if threading.current_thread() is not threading.main_thread():
+        raise WarmUpError(
+            f"{what} was called in the thread '{threading.current_thread().name}', and must be called on the main thread of its process. "
+            "In a flow, call the task directly instead of submitting it to a task runner."
+        )
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Torch's threads per operation, put back afterwards. Compiled code is guarded on the number, so warm-up and workers use the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _vocabulary_on(vocabulary: TargetVocabulary, info: TargetInfo, device: torch.device, precision: str) -> TargetVocabulary:
+    """The vocabulary on a device: float32 on the CPU, where the loss multiplies in float32 whatever the precision, else as the drafter computes."""
+    dtype = torch.float32 if device.type == "cpu" else getattr(torch, precision)
+    embedding = vocabulary.embedding_weight.to(device=device, dtype=dtype)
+    tied = vocabulary.head_weight is vocabulary.embedding_weight
+    return TargetVocabulary(embedding, embedding if tied else vocabulary.head_weight.to(device=device, dtype=dtype), info)

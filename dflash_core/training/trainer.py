@@ -1,0 +1,211 @@
+"""Threaded training: one worker per replica, and the main thread that watches over them.
+
+    result = DrafterTrainer(TrainingSession.get(run_id, config)).run(on_metrics)
+    result = train(config, run_id=..., dataset=..., info=..., vocabulary=..., folder=...)    # warms up first if nobody has
+
+The main thread never joins a thread (before Python 3.13 a signal during a join loses the thread); it waits on futures, a moment at a time,
+and in between passes metrics on and looks for stalls. Whatever reaches it from outside (Ctrl-C, Prefect's TerminationSignal) becomes a stop
+vote: the workers agree to stop after the same step, replica 0 writes a checkpoint, and then the signal goes on its way.
+
+Files in the training folder: ``checkpoints/`` while it runs, ``metrics.jsonl``, and in the end ``final/model.safetensors`` (fp32 masters
+under the names that serving expects) and ``training.json``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from dflash_core.config import PipelineConfig
+from dflash_core.errors import TrainingError
+from dflash_core.feed import Feed
+from dflash_core.shards import ShardDataset
+from dflash_core.stages import MetricSink, atomic_write, no_metrics, write_json_atomic
+from dflash_core.target import TargetInfo, TargetVocabulary
+from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, save_training_checkpoint
+from dflash_core.training.guard import CompileGuard
+from dflash_core.training.metrics import MetricLog
+from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread, warm_up
+from dflash_core.training.worker import Shared, Worker, describe_nonfinite
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.2
+_GRACE_S = 25.0  # to finish a step and write a checkpoint; Prefect leaves 30 s
+_ABORT_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run has come to.
+
+    finished: all steps are done; False if a stop was asked for, and the same call resumes
+    weights:  the final fp32 weights; None unless finished
+    metrics:  of the last record
+    """
+
+    finished: bool
+    steps: int
+    total_steps: int
+    skipped_steps: int
+    slots: int
+    seconds: float
+    metrics: Mapping[str, float]
+    weights: Path | None
+    extra: Mapping[str, Any]
+
+
+class DrafterTrainer:
+    """Runs a warmed session to its end, once."""
+
+    def __init__(self, session: TrainingSession):
+        self.session = session
+
+    def run(
+        self, on_metrics: MetricSink = no_metrics, stop: threading.Event | None = None, *, extra: Mapping[str, Any] | None = None
+    ) -> TrainingResult:
+        """Train until all steps are done or ``stop`` is set.
+
+        Args:
+            on_metrics: called on the main thread with (step, metrics) for every record
+            stop:       set it from any thread to end after the current step, with a checkpoint
+            extra:      JSON to keep in the checkpoints, such as an MLflow run id; default: what the resumed checkpoint kept
+
+        Raises:
+            WarmUpError: not on the main thread, or the session has been used.
+            LateCompilationError: something compiled after warm-up.
+            TrainingError: replicas differ, gradients stay non-finite, or nothing moves.
+            Exception: whatever a worker or the feed raised, with its own traceback and a note of replica and step.
+        """
+        require_main_thread("Training")
+        session, training = self.session, self.session.config.training
+        session.take()
+        session.state = dataclasses.replace(session.state, extra=dict(extra if extra is not None else session.state.extra))
+        session.folder.mkdir(parents=True, exist_ok=True)
+        log = MetricLog(
+            session.folder / "metrics.jsonl", on_metrics, log_every=training.log_every, tokens_per_step=session.config.rows_per_step * training.row_length,
+            devices=[replica.device for replica in session.replicas], resumed_step=session.state.step,
+        )  # fmt: skip
+        feed = Feed(
+            session.source, replicas=len(session.replicas), rows_per_microstep=training.rows_per_microstep, queue_rows=training.queue_rows,
+            start_ordinal=session.state.next_ordinal, stop_ordinal=session.total_steps * session.config.rows_per_step,
+        )  # fmt: skip
+        try:
+            with intra_op_threads(session.threads_per_replica), CompileGuard() as guard:
+                shared = Shared(session, feed, guard, stop)
+                shared.save = self._save
+                state = _Supervisor(shared, log).run()
+        finally:
+            feed.close()
+        return self._finish(state, log)
+
+    def _save(self, checkpoint: TrainingCheckpoint) -> None:
+        folder = save_training_checkpoint(self.session.folder / "checkpoints", checkpoint, self.session.settings, self.session.config.training.keep_checkpoints)
+        logger.info("Checkpoint of step %d: %s", checkpoint.state.step, folder)
+
+    def _finish(self, state: TrainingState, log: MetricLog) -> TrainingResult:
+        session = self.session
+        finished = state.step == session.total_steps
+        weights = session.folder / "final" / "model.safetensors"
+        if finished:
+            with atomic_write(weights) as temporary:
+                save_file(session.replicas[0].tensors(session.replicas[0].masters_P), temporary)
+        result = TrainingResult(
+            finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3), dict(log.last), weights if finished else None, state.extra
+        )
+        if finished:
+            facts = dataclasses.asdict(result) | {"weights": "final/model.safetensors"}
+            write_json_atomic(session.folder / "training.json", facts)
+        return result
+
+
+def train(
+    config: PipelineConfig, *, run_id: str, dataset: ShardDataset, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path,
+    on_metrics: MetricSink = no_metrics, stop: threading.Event | None = None, extra: Mapping[str, Any] | None = None,
+) -> TrainingResult:  # fmt: skip
+    """Train with the session that ``warm_up`` left in this process, or warm up first if there is none. Arguments and errors: those two's."""
+    session = TrainingSession.get(run_id, config)
+    if session is None:
+        warm_up(config, run_id=run_id, dataset=dataset, info=info, vocabulary=vocabulary, folder=folder)
+        session = TrainingSession.get(run_id, config)
+        assert session is not None
+    return DrafterTrainer(session).run(on_metrics, stop, extra=extra)
+
+
+class _Supervisor:
+    """Starts the workers and waits for them, on the main thread."""
+
+    def __init__(self, shared: Shared, log: MetricLog):
+        self._shared = shared
+        self._log = log
+        self._stall_timeout_s = shared.session.config.training.stall_timeout_s
+        self._workers = [Worker(shared, replica, sync) for replica, sync in zip(shared.session.replicas, shared.session.syncs, strict=True)]
+
+    def run(self) -> TrainingState:
+        self._shared.last_progress = time.monotonic()
+        for worker in self._workers:
+            context = contextvars.copy_context()  # Prefect's run context and torch's configuration are kept in it
+            threading.Thread(target=context.run, args=(worker.run,), name=worker.replica.name, daemon=True).start()
+        try:
+            while not self._wait(min(_LOOK_EVERY_S, self._stall_timeout_s / 4)):
+                self._pass_on_records()
+                self._check_progress()
+            self._pass_on_records()
+            self._log.flush()
+        except BaseException:
+            self._shared.stop.set()
+            if not self._wait(_GRACE_S):
+                logger.warning("Stopping without a checkpoint of the last steps, since %s.", self._who_waits_for_what())
+                self._shared.abort()
+                self._wait(_ABORT_GRACE_S)
+            self._log.mute()  # whoever listens may be what failed; the file still gets the last steps
+            self._pass_on_records()
+            self._log.flush()
+            raise
+        if self._shared.failures:
+            raise self._shared.failures[0]
+        return self._workers[0].future.result()
+
+    def _wait(self, seconds: float) -> bool:
+        """True once all workers have ended. After a failure the rest ends within ``_ABORT_GRACE_S`` or is left behind."""
+        futures = [worker.future for worker in self._workers]
+        done, running = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
+        if running and self._shared.failures:
+            running = wait(futures, timeout=_ABORT_GRACE_S).not_done
+            if running:
+                logger.warning("Left behind after a failure: %s.", self._who_waits_for_what())
+            return True
+        return not running
+
+    def _pass_on_records(self) -> None:
+        while self._shared.records:
+            record = self._shared.records.popleft()
+            if record.totals.skipped:
+                logger.warning("Step %d was skipped on all replicas: %s.", record.state.step, describe_nonfinite(record.totals))
+            self._log.add(record)
+
+    def _check_progress(self) -> None:
+        if time.monotonic() - self._shared.last_progress < self._stall_timeout_s:
+            return
+        error = TrainingError(
+            f"No step has finished for training.stall_timeout_s = {self._stall_timeout_s:g} seconds: {self._who_waits_for_what()}. Look at the first that "
+            "does not wait for others. If a step or a checkpoint may take that long, raise the timeout; start again to resume from the last checkpoint."
+        )
+        self._shared.failures.append(error)
+        self._shared.abort()
+        self._wait(0.0)
+        raise error
+
+    def _who_waits_for_what(self) -> str:
+        now = time.monotonic()
+        return "; ".join(f"{worker.replica.name} {worker.beacon.doing}, since {now - worker.beacon.since:.1f} s" for worker in self._workers)

@@ -1,0 +1,201 @@
+"""What one thread does: take rows, compute, meet the other replicas, apply, until everybody agrees to stop.
+
+All decisions that must be the same on all replicas (stop, skip, give up) are read from the summed tail of the same step, so they are the
+same without any further talk. On CUDA the tail is read one step late, so that the host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from dflash_core.errors import TrainingError
+from dflash_core.feed import Feed
+from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState
+from dflash_core.training.guard import CompileGuard
+from dflash_core.training.replica import Replica
+from dflash_core.training.schedule import learning_rate
+from dflash_core.training.session import TrainingSession
+from dflash_core.training.sync import GradientSync, InterruptedByOthers, StepTotals, compare
+
+
+class Beacon:
+    """What a worker is doing now, for whoever wonders why nothing moves."""
+
+    def __init__(self) -> None:
+        self.doing = "starts"
+        self.since = time.monotonic()
+
+    def __call__(self, doing: str) -> None:
+        self.doing, self.since = doing, time.monotonic()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished step, as replica 0 reports it. ``state`` stands after the step; seconds and wait are of this step, wait per replica."""
+
+    totals: StepTotals
+    learning_rate: float
+    state: TrainingState
+    seconds: float
+    data_wait: float
+    queue_depth: int
+
+
+class Shared:
+    """What the workers and the main thread have in common. Plain attributes that one side writes; events; no lock is held while working."""
+
+    def __init__(self, session: TrainingSession, feed: Feed, guard: CompileGuard, user_stop: threading.Event | None):
+        self.session = session
+        self.feed = feed
+        self.guard = guard
+        self.stop = threading.Event()
+        self.user_stop = user_stop
+        self.aborted = threading.Event()
+        self.failures: list[BaseException] = []
+        self.last_progress = time.monotonic()
+        self.records: deque[StepRecord] = deque()
+        self.save: Callable[[TrainingCheckpoint], None] = lambda checkpoint: None
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.stop.is_set() or (self.user_stop is not None and self.user_stop.is_set())
+
+    def abort(self) -> None:
+        """End all workers as soon as they next wait for anything."""
+        self.aborted.set()
+        self.session.syncs[0].meeting.abort()
+        self.feed.close()
+
+    def check(self) -> None:
+        """Raises ``InterruptedByOthers`` once aborted."""
+        if self.aborted.is_set():
+            raise InterruptedByOthers
+
+
+class Worker:
+    """The loop of one replica. ``run`` is the thread's whole life; its outcome is in ``future``: the state after the last step."""
+
+    def __init__(self, shared: Shared, replica: Replica, sync: GradientSync):
+        self.shared = shared
+        self.replica = replica
+        self.sync = sync
+        self.beacon = Beacon()
+        self.future: Future[TrainingState] = Future()
+        self._training = shared.session.config.training
+        self._state = shared.session.state
+        self._pending: deque[tuple[int, Callable[[], StepTotals], float, float]] = deque()
+        self._mark = time.monotonic()  # when the last step had finished, or the first one began
+        self._stopping = False
+
+    def run(self) -> None:
+        """Train until done, stopped or broken; never raises."""
+        try:
+            torch.set_num_threads(self.shared.session.threads_per_replica)
+            on_device = torch.cuda.device(self.replica.device) if self.replica.device.type == "cuda" else nullcontext()
+            with on_device, self.shared.guard.explained():
+                self._train()
+            self.beacon("is done")
+            self.future.set_result(self._state)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error is the cause; what other threads meet after it is its consequence."""
+        if not isinstance(error, InterruptedByOthers) and not self.shared.aborted.is_set():
+            error.add_note(f"In {self.replica.name}, step {self._state.step + len(self._pending) + 1}, while it {self.beacon.doing}.")
+            self.shared.failures.append(error)
+        self.beacon("has failed")
+        self.shared.abort()
+        self.future.set_exception(error)
+
+    def _train(self) -> None:
+        session, training = self.shared.session, self._training
+        lag = 1 if self.replica.device.type == "cuda" else 0
+        saved, self._mark = session.state.step, time.monotonic()
+        for step in range(session.state.step, session.total_steps):
+            self._step(step)
+            finished = step + 1
+            due = finished % training.checkpoint_every == 0 or finished == session.total_steps
+            comparing = finished % training.compare_replicas_every == 0
+            self._read_totals(0 if due or comparing or self._stopping else lag)
+            if comparing and len(session.replicas) > 1:
+                self.beacon(f"compares replicas after step {finished}")
+                compare(self.sync, self.replica.checksums(), self.replica.describe_checksum, finished)
+            if due:
+                self._checkpoint()
+                saved = finished
+            if self._stopping:
+                break
+        self._read_totals(0)
+        if saved != self._state.step:
+            self._checkpoint()
+
+    def _step(self, step: int) -> None:
+        session, training, replica = self.shared.session, self._training, self.replica
+        waited = 0.0
+        rate = learning_rate(training, step, session.total_steps)
+        replica.begin_step()
+        for m in range(training.accumulation_steps):
+            self.beacon(f"waits for the rows of micro-step {m} of step {step + 1}")
+            asked = time.monotonic()
+            rows = self.shared.feed.take(replica.index, step * training.accumulation_steps + m)
+            waited += time.monotonic() - asked
+            self.shared.check()
+            self.beacon(f"computes micro-step {m} of step {step + 1}")
+            replica.micro_step(rows)
+        replica.close_step(self.shared.stop_requested)
+        self.beacon(f"waits for the other replicas in step {step + 1}")
+        self.sync.all_reduce(replica.buffer)
+        self.beacon(f"applies step {step + 1}")
+        replica.apply(rate)
+        self._pending.append((step, replica.totals_later(), rate, waited))
+
+    def _read_totals(self, keep: int) -> None:
+        """Read finished steps until ``keep`` are left unread, and draw the consequences."""
+        while len(self._pending) > keep:
+            step, read, rate, waited = self._pending.popleft()
+            totals = read()
+            rows_per_step = self.shared.session.config.rows_per_step
+            in_row = self._state.skipped_in_row + 1 if totals.skipped else 0
+            now = time.monotonic()
+            seconds, self._mark = now - self._mark, now
+            self._state = replace(
+                self._state, step=step + 1, next_ordinal=(step + 1) * rows_per_step, skipped=self._state.skipped + totals.skipped,
+                skipped_in_row=in_row, slots=self._state.slots + sum(totals.labelled), seconds=self._state.seconds + seconds,
+            )  # fmt: skip
+            self.shared.last_progress = now
+            if self.replica.index == 0:
+                self.shared.records.append(StepRecord(totals, rate, self._state, seconds, waited, self.shared.feed.depth))
+            self._stopping |= totals.stop
+            if in_row >= self._training.max_nonfinite_steps:
+                raise TrainingError(
+                    f"The gradients of {in_row} steps in a row, the last of them step {step + 1}, were not finite ({describe_nonfinite(totals)}); none of these "
+                    "was applied. Look for NaN in the features of these rows (`dflashctl shards verify`), lower training.learning_rate, or try "
+                    "training.precision = float32. The last checkpoint is of before."
+                )
+
+    def _checkpoint(self) -> None:
+        """Replica 0 writes; all replicas are equal at a step's end, and the others meet it again in the next step."""
+        if self.replica.index != 0:
+            return
+        self.beacon(f"writes the checkpoint of step {self._state.step}")
+        replica = self.replica
+        self._state = replace(self._state, updates=replica.updates)
+        weights, exp_avg, exp_avg_sq = (replica.tensors(buffer) for buffer in (replica.masters_P, replica.exp_avg_P, replica.exp_avg_sq_P))
+        self.shared.save(TrainingCheckpoint(self._state, weights, exp_avg, exp_avg_sq))
+        self.shared.last_progress = self._mark = time.monotonic()
+
+
+def describe_nonfinite(totals: StepTotals) -> str:
+    """Where the NaN or infinity of a skipped step came from."""
+    if totals.nonfinite:
+        return f"NaN or infinity on replica {', '.join(map(str, totals.nonfinite))}"
+    return "finite on each replica, but not their sum"

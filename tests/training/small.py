@@ -1,0 +1,98 @@
+"""A target of 64 hidden and 256 tokens, rows in which the next tokens can be read off the features, and a run of the trainer on both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_core.config import PipelineConfig, parse_config
+from dflash_core.drafter import sample_anchors
+from dflash_core.feed import Row
+from dflash_core.target import TargetInfo, TargetVocabulary
+from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession
+from dflash_core.training.session import WarmUpReport, config_settings, warm_up_source
+
+H, V, TAPS, ROW_LENGTH = 64, 256, 2, 48
+
+INFO = TargetInfo(
+    name="small", path="/nowhere", revision=None, digest="d" * 64, tokenizer_digest="t" * 64, template_digest=None, model_type="llama", num_layers=6,
+    hidden_size=H, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=V, rms_norm_eps=1e-5, attention_bias=False, rope_theta=10000.0,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(2,),
+    pad_token_id=0, bos_token_id=1, embedding_scale=1.0, logit_softcap=None, logit_scale=1.0,
+)  # fmt: skip
+
+
+def vocabulary() -> TargetVocabulary:
+    weight = torch.randn(V, H, generator=torch.Generator().manual_seed(1))
+    return TargetVocabulary(weight, weight, INFO)
+
+
+class SmallRows:
+    """Row ``ordinal``: two documents and some padding; features hold the embeddings of the next tokens, so a drafter can learn to copy."""
+
+    def __init__(self, rows: int = 64, num_anchors: int = 6):
+        self.rows = rows
+        self.num_anchors = num_anchors
+        self.taken: list[int] = []
+        self._embeddings = vocabulary().embedding_weight
+
+    def rows_per_epoch(self, epoch: int) -> int:
+        return self.rows
+
+    def row(self, ordinal: int) -> Row:
+        generator = torch.Generator().manual_seed(1000 + ordinal)
+        tokens = torch.randint(8, 40, (ROW_LENGTH,), generator=generator)
+        first, second = 20, 20
+        ids = torch.tensor([0] * first + [1] * second + [-1] * (ROW_LENGTH - first - second), dtype=torch.int32)
+        positions = torch.cat([torch.arange(first), torch.arange(second), torch.zeros(ROW_LENGTH - first - second, dtype=torch.int64)])
+        mask = (positions >= 4) & (ids >= 0)
+        features = torch.cat([self._embeddings[tokens.roll(-1)], self._embeddings[tokens.roll(-2)]], dim=-1)
+        anchors = sample_anchors(mask, ids, self.num_anchors, generator)
+        return Row(
+            ordinal=ordinal, epoch=0, features=features, tokens=tokens, document_ids=ids, positions=positions, loss_mask=mask, anchors=anchors,
+            sample_ids=(f"row {ordinal}",),
+        )  # fmt: skip
+
+
+def config(replicas: int = 2, **training: Any) -> PipelineConfig:
+    settings: dict[str, Any] = {
+        "devices": ["cpu"] * replicas, "row_length": ROW_LENGTH, "num_anchors": 6, "max_steps": 6, "learning_rate": 3e-3, "precision": "float32",
+        "checkpoint_every": 2, "compare_replicas_every": 2, "stall_timeout_s": 30.0, "queue_rows": 8, "weight_decay": 0.01,
+    }  # fmt: skip
+    objective = training.pop("objective", {})
+    return parse_config(
+        {
+            "target": {"model": "small"},
+            "data": {"sources": [{"source": "prompts.jsonl"}], "max_length": ROW_LENGTH},
+            "drafter": {"num_layers": 2, "num_taps": TAPS, "block_size": 4, "mask_token_id": 5},
+            "objective": {"chunk_slots": 16, **objective},
+            "training": {**settings, **training},
+        }
+    )
+
+
+def warm_up(config: PipelineConfig, folder: Path, source: SmallRows | None = None -> tuple[WarmUpReport, TrainingSession]:
+    report = warm_up_source(
+        config, run_id="run", source=source or SmallRows(), settings=config_settings(config), info=INFO, vocabulary=vocabulary(), folder=folder
+    )
+    session = TrainingSession.get("run", config)
+    assert session is not None
+    return report, session
+
+
+def run(config: PipelineConfig, folder: Path, source: SmallRows | None = None) -> TrainingResult:
+    """Warm up and train."""
+    _, session = warm_up(config, folder, source)
+    return DrafterTrainer(session).run()
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_weights(folder: Path) -> bytes:
+    return (folder / "final" / "model.safetensors").read_bytes()
+

@@ -1,0 +1,37 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_core.training.flat import ALIGNMENT, FlatLayout
+
+SHAPES = {"b.weight": (7, 9), "a.norm": (5,), "a.weight": (3, 64), "z.norm": (64,)}
+
+
+def test_matrices_come_before_vectors_and_every_tensor_is_aligned() -> None:
+    layout = FlatLayout(SHAPES)
+    assert list(layout.offsets) == ["a.weight", "b.weight", "a.norm", "z.norm"]
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets.values())
+    assert layout.num_decayed == layout.offsets["a.norm"]
+
+
+def test_the_layout_does_not_depend_on_the_order_of_the_names() -> None:
+    assert FlatLayout(dict(reversed(SHAPES.items()))).offsets == FlatLayout(SHAPES).offsets
+
+
+def test_views_write_through_and_do_not_overlap() -> None:
+    layout = FlatLayout(SHAPES)
+    flat = torch.zeros(layout.size + 3)
+    for i, view in enumerate(layout.views(flat).values()):
+        view.add_(i + 1)
+    assert [view.unique().tolist() for view in layout.views(flat).values()] == [[1.0], [2.0], [3.0], [4.0]]
+    assert flat[layout.size :].sum() == 0
+
+
+@given(name=st.sampled_from(sorted(SHAPES)), bit=st.integers(0, 31))
+def test_a_single_flipped_bit_changes_exactly_the_checksum_of_its_tensor(name: str, bit: int) -> None:
+    layout = FlatLayout(SHAPES)
+    flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
+    before = layout.checksums(flat)
+    layout.views(flat)[name].view(-1).view(torch.int32)[2] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+    changed = (layout.checksums(flat) != before).nonzero().flatten().tolist()
+    assert changed == [list(layout.offsets).index(name)]
