@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from dflash_core.drafter import DFlashDrafter
@@ -30,9 +29,8 @@ class BlockDrafter:
         device = features_BTF.device
         context_BT = torch.arange(self._cache.length, anchor, device=device)[None]
         self._cache.append(self._drafter.context_keys_values(features_BTF, context_BT))
-        block_BS = F.pad(last_B[:, None], (0, count), value=self._drafter.config.mask_token_id)
+        masks_BK = last_B.new_full((len(last_B), count), self._drafter.config.mask_token_id)
+        block_BS = torch.cat([last_B[:, None], masks_BK], dim=1)
         positions_BS = torch.arange(anchor, anchor + 1 + count, device=device)[None]
         hidden_BSH = self._drafter.forward_cached(self._vocabulary.embed(block_BS), positions_BS, self._cache)
-        logits_BKV = F.linear(hidden_BSH[:, 1:], self._vocabulary.head_weight)
-        cap = self._vocabulary.logit_softcap
-        return logits_BKV if cap is None else cap * torch.tanh(logits_BKV / cap)
+        return self._vocabulary.logits(hidden_BSH[:, 1:])

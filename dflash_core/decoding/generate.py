@@ -148,9 +148,9 @@ def decode(
 
     with clock.stage("prefill"):
         cache = target.new_cache()
-        output = target.forward(torch.tensor([list(prompt_ids)], device=target.device), cache, tap_layers=taps)
+        output = target.forward(torch.tensor([list(prompt_ids)], device=target.device), cache, tap_layers=taps, logits_to_keep=1)
         nothing_B0 = torch.empty(1, 0, dtype=torch.long, device=target.device)
-        verdict = _verify(output.logits[:, -1:], None, nothing_B0, sampling, generator)
+        verdict = _verify(output.logits, None, nothing_B0, sampling, generator)
         fresh = verdict.following.tolist()
     features_BTF = output.features
     tokens += fresh

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all tokens that are more likely
         dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
         scores = scores.masked_fill(dropped, float("-inf"))
-    return F.softmax(scores, dim=-1)
+    return functional.softmax(scores, dim=-1)
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
@@ -81,7 +81,7 @@ def verify_sampled(target_BSV: Tensor, draft_BKV: Tensor, drafted_BK: Tensor, ge
     accepted_B = (uniform_BK * q_BK < p_BK).long().cumprod(dim=1).sum(dim=1)
     rows = torch.arange(len(accepted_B), device=accepted_B.device)
     p_BV = target_BSV[rows, accepted_B]
-    q_BV = F.pad(draft_BKV, (0, 0, 0, 1))[rows, accepted_B]  # nothing was drafted after the last token: q = 0, the residual is p
+    q_BV = functional.pad(draft_BKV, (0, 0, 0, 1))[rows, accepted_B]  # nothing was drafted after the last token: q = 0, the residual is p
     residual_BV = (p_BV - q_BV).clamp_min(0.0)
     empty = residual_BV.sum(-1, keepdim=True) == 0.0  # p = q up to rounding: p/q was 1, so only rounding refuses a token here
     return Verdict(accepted_B, draw(torch.where(empty, p_BV, residual_BV), generator))

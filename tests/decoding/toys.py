@@ -48,7 +48,7 @@ class MarkovTarget:
         assert length <= len(cache)
         del cache[length:]
 
-    def forward(self, ids_BT: Tensor, cache: list[int], *, tap_layers: Any = None) -> Output:
+    def forward(self, ids_BT: Tensor, cache: list[int], *, tap_layers: Any = None, logits_to_keep: int = 0) -> Output:
         fresh = ids_BT[0].tolist()
         self.fed.append(fresh)
         rows = []
@@ -58,7 +58,7 @@ class MarkovTarget:
             rows.append(self.logits_VVV[before, token])
         self.longest = max(self.longest, len(cache))
         features = ids_BT[..., None].float() if tap_layers is not None else None
-        return Output(torch.stack(rows)[None], features)
+        return Output(torch.stack(rows)[None, -logits_to_keep:], features)
 
     def next_probabilities(self, context: list[int]) -> Tensor:
         return self.logits_VVV[context[-2] if len(context) > 1 else 0, context[-1]].softmax(-1)
