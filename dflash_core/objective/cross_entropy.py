@@ -142,6 +142,10 @@ def softmax_gradient_(logits_CV: Tensor, labels_C: Tensor, softcap: float | None
         labels_C: int64; rows with a negative label get 0 and False, and their logits may hold anything afterwards.
     Returns: nll [C] float32 (float64 for float64 logits), hit [C] bool.
     """
+    if logits_CV.is_cuda:
+        from dflash_core.objective.softmax_kernel import softmax_gradient_triton_  # Triton is not there on every platform
+
+        return softmax_gradient_triton_(logits_CV, labels_C, softcap, want_gradient)
     return _softmax_gradient_torch_(logits_CV, labels_C, softcap, want_gradient)
 
 
