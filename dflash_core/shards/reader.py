@@ -1,0 +1,132 @@
+"""Read shards: memory-mapped, without copying, each sample checked when it is first read.
+
+    dataset = ShardDataset(folder, expect=expected_of(info, tap_layers))
+    sample = dataset.sample(7)          # features [t, F], tokens [t], loss_mask [t]: views of the file
+
+Safe to use from several threads. Tensors must not be written to: they are the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_core.errors import ShardError
+from dflash_core.shards.format import DTYPES, INDEX, Layout, ShardCard, checksum, read_index, shard_name
+from dflash_core.stages import file_sha256
+
+AGAIN = "Delete that file and run the extraction again: only this shard is made anew."
+
+
+@dataclass(frozen=True)
+class ShardSample:
+    """One sample as stored: a tensor [t, *shape] for every declared column."""
+
+    id: str
+    columns: Mapping[str, torch.Tensor]
+
+    @property
+    def features(self) -> torch.Tensor:
+        """Hidden states of the tapped layers side by side, [t, F], in the stored precision."""
+        return self.columns["features"]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Token ids, [t] int32."""
+        return self.columns["tokens"]
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """True where the target produced the token, [t] bool."""
+        return self.columns["loss_mask"]
+
+
+class ShardDataset:
+    """A finished dataset of hidden states.
+
+    card:       what it is (``ShardCard``)
+    ids:        sample ids, in order
+    lengths:    tokens of each sample, int64
+    supervised: supervised tokens of each sample, int64
+    digest:     sha256 of the index, which holds every sample's checksum
+    """
+
+    def __init__(self, folder: Path, expect: Mapping[str, Any] | None = None, *, verify: bool = True):
+        """Open a dataset. ``expect`` are card fields it must have, see ``expected_of``; ``verify`` checks each sample at its first reading.
+
+        Raises:
+            ShardError: the dataset is missing, unfinished or damaged, or made for something else (both values are named).
+        """
+        self.folder = folder
+        self.card = ShardCard.read(folder)
+        self.card.require(expect or {}, folder)
+        try:
+            index = read_index(folder / INDEX)
+            self.digest = file_sha256(folder / INDEX)
+        except FileNotFoundError as error:
+            raise ShardError(f"{folder} is not finished: it has no {INDEX}. Run the extraction again; it goes on where it ended.") from error
+        if len(index) != self.card.num_samples:
+            raise ShardError(
+                f"{folder / INDEX} has {len(index)} samples, but {folder / 'card.json'} says {self.card.num_samples}. Run the extraction again."
+            )
+        self.ids: list[str] = index["id"].to_pylist()
+        self.lengths = index["tokens"].to_numpy().astype(np.int64)
+        self.supervised = index["supervised"].to_numpy().astype(np.int64)
+        self._shards = index["shard"].to_numpy()
+        self._starts = index["start"].to_numpy()
+        self._checksums = index["crc32"].to_numpy()
+        self._unverified = np.full(len(index), verify)
+        self._mapped: dict[int, tuple[Layout, torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def sample(self, index: int) -> ShardSample:
+        """Sample ``index`` as views of its shard. Raises ``ShardError`` naming the shard and the sample if they are damaged."""
+        shard, start, tokens = int(self._shards[index]), int(self._starts[index]), int(self.lengths[index])
+        layout, data = self._open(shard)
+        spans = [layout.span(position, start, tokens) for position in range(len(layout.columns))]
+        pieces = [data[begin : begin + size] for begin, size in spans]
+        if self._unverified[index]:
+            found, stored = checksum(pieces), int(self._checksums[index])
+            if found != stored:
+                where = f"{self.folder / shard_name(shard)}: sample {self.ids[index]!r}"
+                raise ShardError(f"{where} is damaged, its CRC-32 is {found:08x} instead of {stored:08x}. {AGAIN}")
+            self._unverified[index] = False
+        return ShardSample(
+            self.ids[index],
+            {column.name: piece.view(DTYPES[column.dtype]).view(tokens, *column.shape) for column, piece in zip(layout.columns, pieces, strict=True)},
+        )
+
+    def _open(self, shard: int) -> tuple[Layout, torch.Tensor]:
+        with self._lock:
+            if shard not in self._mapped:
+                layout = Layout.of(self.card.columns, int(self.lengths[self._shards == shard].sum()))
+                self._mapped[shard] = layout, map_shard(self.folder / shard_name(shard), layout)
+            return self._mapped[shard]
+
+
+def map_shard(path: Path, layout: Layout) -> torch.Tensor:
+    """Map a shard's file as bytes, uint8 [size]. Raises ``ShardError`` if it is missing, truncated, or its header is damaged."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size != layout.size:
+                raise ShardError(f"{path} has {size} bytes instead of {layout.size}: it was truncated or overwritten. {AGAIN}")
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise ShardError(f"{path} is missing. Run the extraction again: only this shard is made anew.") from error
+    if view[: len(layout.header)] != layout.header:
+        raise ShardError(f"{path}: the header is damaged. {AGAIN}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)  # as it should be
+        return torch.frombuffer(view, dtype=torch.uint8)

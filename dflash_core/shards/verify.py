@@ -1,0 +1,69 @@
+"""Look at every byte of a dataset of hidden states and list what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dflash_core.errors import ShardError
+from dflash_core.shards.format import INDEX, ShardCard, index_part, read_index, shard_name
+from dflash_core.shards.reader import ShardDataset
+from dflash_core.stages import Progress, no_progress
+
+
+def verify_shards(folder: Path, progress: Progress = no_progress) -> list[str]:
+    """Every problem of a dataset, as a sentence that names the file and what to do; an empty list means that it is whole.
+
+    Finds missing, truncated and altered files down to one bit, index rows that do not fit the shards, and unfinished datasets.
+    Damage of one sample does not hide that of another.
+    """
+    try:
+        card = ShardCard.read(folder)
+        dataset = ShardDataset(folder)
+    except ShardError as error:
+        return [str(error)]
+    if problems := _index_problems(dataset, card):
+        return problems
+    total, done = int(dataset.lengths.sum()), 0
+    found: dict[str, None] = {}  # in order, without repetition: a missing file is one problem, not one for each of its samples
+    for index in range(len(dataset)):
+        try:
+            sample = dataset.sample(index)
+            supervised = int(sample.loss_mask.sum())
+            if supervised != dataset.supervised[index]:
+                found[
+                    f"{folder / INDEX}: sample {sample.id!r} has {supervised} supervised tokens, not {dataset.supervised[index]}. Extract it again."
+                ] = None
+        except ShardError as error:
+            found[str(error)] = None
+        done += int(dataset.lengths[index])
+        progress(done, total, "tokens")
+    return list(found)
+
+
+def _index_problems(dataset: ShardDataset, card: ShardCard) -> list[str]:
+    """The rows must be those of the shards' own index parts, and lie one after the other."""
+    whole = read_index(dataset.folder / INDEX)
+    problems = []
+    for shard in range(card.num_shards):
+        members = card.samples_of(shard)
+        rows = whole.slice(members.start, len(members))
+        path = index_part(dataset.folder, shard)
+        starts = np.cumsum([0, *rows["tokens"].to_numpy()])[:-1].tolist()
+        in_line = (rows["sample"].to_pylist(), rows["shard"].to_pylist(), rows["start"].to_pylist()) == (
+            list(members),
+            [shard] * len(members),
+            starts,
+        )
+        try:
+            if not in_line or not read_index(path).equals(rows):
+                problems.append(
+                    f"{path} and {INDEX} do not tell the same of {shard_name(shard)}. "
+                    f"Delete {path} and run the extraction again: only this shard is made anew."
+                )
+        except FileNotFoundError:
+            problems.append(f"{path} is missing. Run the extraction again: only {shard_name(shard)} is made anew.")
+        except ShardError as error:
+            problems.append(str(error))
+    return problems

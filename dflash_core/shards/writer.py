@@ -1,0 +1,170 @@
+"""Write shards so that a process may die at any moment: a finished shard is whole, an unfinished one does not exist.
+
+    writer = ShardWriter(folder, card)               # begins a dataset, or takes up one that was begun with the same card
+    for shard in writer.unfinished():
+        with writer.shard(shard, ids, lengths) as out:
+            out.write(position, columns)             # each sample once, in any order
+    writer.finalize()
+
+A shard is filled under a temporary name, synced and renamed; then its index rows are added in the same way. Nothing is
+ever changed in place. Callers that may run twice at a time hold a lock on the folder (``stages.stage_lock``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dflash_core.errors import ShardError
+from dflash_core.shards.format import CARD, DTYPES, INDEX, INDEX_PARTS, INDEX_SCHEMA, Layout, ShardCard, checksum, index_part, read_index, shard_name
+from dflash_core.stages import atomic_write, write_json_atomic
+
+
+class ShardWriter:
+    """Writes the shards of one dataset. ``card`` says everything about it, the number of samples in a shard included."""
+
+    def __init__(self, folder: Path, card: ShardCard):
+        """Begin a dataset in ``folder``, or take up the one that is there.
+
+        Raises:
+            ShardError: the folder holds a dataset with another card (both values of each field are named), or the disk is full.
+        """
+        self.folder = folder
+        self.card = card
+        with _clear_disk_errors(folder, 0):
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in [*folder.glob(".*.tmp"), *folder.glob(f"{INDEX_PARTS}/.*.tmp")]:  # of a process that was killed
+                leftover.unlink()
+            if (folder / CARD).exists():
+                ShardCard.read(folder).require(card.identity, folder)
+            else:
+                write_json_atomic(folder / CARD, card.model_dump(mode="json"))
+
+    def unfinished(self) -> list[int]:
+        """Shards that are still to be written, ascending. A shard whose file is missing or of the wrong size is one of them."""
+        return [shard for shard in range(self.card.num_shards) if not self._is_finished(shard)]
+
+    def _is_finished(self, shard: int) -> bool:
+        try:
+            rows = read_index(index_part(self.folder, shard))
+            size = (self.folder / shard_name(shard)).stat().st_size
+        except (FileNotFoundError, ShardError):
+            return False
+        return size == Layout.of(self.card.columns, sum(rows["tokens"].to_pylist())).size
+
+    @contextlib.contextmanager
+    def shard(self, shard: int, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[OpenShard]:
+        """Write one shard: ids and token counts of ``card.samples_of(shard)`` are given, columns follow by ``OpenShard.write``.
+
+        Raises:
+            ShardError: the disk is full (what is finished stays), or a sample was not written.
+        """
+        samples = self.card.samples_of(shard)
+        if not len(ids) == len(lengths) == len(samples):
+            raise ValueError(f"shard {shard} has {len(samples)} samples, but {len(ids)} ids and {len(lengths)} lengths were given")
+        lengths = [int(length) for length in lengths]
+        layout = Layout.of(self.card.columns, sum(lengths))
+        with _clear_disk_errors(self.folder, layout.size):
+            with atomic_write(self.folder / shard_name(shard)) as temporary:
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+                try:
+                    _reserve(descriptor, layout.size)
+                    _write_at(descriptor, memoryview(layout.header), 0)
+                    out = OpenShard(descriptor, layout, lengths)
+                    yield out
+                finally:
+                    os.close(descriptor)
+                out.require_all(shard_name(shard))
+            table = pa.table(
+                [list(samples), list(ids), [shard] * len(samples), out.starts, list(lengths), out.supervised, out.crc32],
+                schema=INDEX_SCHEMA,
+            )
+            _write_index(index_part(self.folder, shard), table)
+
+    def finalize(self) -> pa.Table:
+        """Join the index rows of all shards into ``index.arrow``, which makes the dataset whole. Returns the index.
+
+        Raises:
+            ShardError: shards are missing, or the disk is full.
+        """
+        if missing := self.unfinished():
+            raise ShardError(
+                f"{self.folder} lacks {len(missing)} of {self.card.num_shards} shards, the first is {shard_name(missing[0])}. Run the extraction."
+            )
+        table = pa.concat_tables([read_index(index_part(self.folder, shard)) for shard in range(self.card.num_shards)]).combine_chunks()
+        with _clear_disk_errors(self.folder, 0):
+            _write_index(self.folder / INDEX, table)
+        return table
+
+
+class OpenShard:
+    """A shard being filled. Positions count from 0 within the shard."""
+
+    def __init__(self, descriptor: int, layout: Layout, lengths: Sequence[int]):
+        self._descriptor = descriptor
+        self._layout = layout
+        self._lengths = lengths
+        self.starts: list[int] = np.cumsum([0, *lengths])[:-1].tolist()
+        self.supervised: list[int | None] = [None] * len(lengths)
+        self.crc32: list[int | None] = [None] * len(lengths)
+
+    def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
+        """Write all columns of one sample: CPU tensors [t, *shape] of the declared dtypes. ``loss_mask`` is always among them."""
+        tokens = self._lengths[position]
+        pieces = []
+        for index, column in enumerate(self._layout.columns):
+            value = columns[column.name]
+            shape = (tokens, *column.shape)
+            if value.dtype != DTYPES[column.dtype] or value.shape != shape:
+                raise ValueError(f"column {column.name} must be {DTYPES[column.dtype]} of shape {shape}, not {value.dtype} of {tuple(value.shape)}")
+            piece = value.contiguous().reshape(-1).view(torch.uint8)
+            _write_at(self._descriptor, piece.numpy().data, self._layout.span(index, self.starts[position], tokens)[0])
+            pieces.append(piece)
+        self.crc32[position] = checksum(pieces)
+        self.supervised[position] = int(columns["loss_mask"].sum())
+
+    def require_all(self, name: str) -> None:
+        """Raise ``ShardError`` unless every sample has been written."""
+        if None in self.crc32:
+            raise ShardError(f"{name}: sample {self.crc32.index(None)} of {len(self.crc32)} was not written.")
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    # A disk that is too small is found here, before the target has run for the shard.
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:  # macOS
+        os.ftruncate(descriptor, size)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _write_index(path: Path, table: pa.Table) -> None:
+    with atomic_write(path) as temporary, pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+@contextlib.contextmanager
+def _clear_disk_errors(folder: Path, needed: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        status = os.statvfs(folder if folder.is_dir() else folder.parent)
+        wanted = f"a shard of {needed:,} bytes does not fit" if needed else "no space is left"
+        raise ShardError(
+            f"The disk of {folder} is full ({error.strerror}): {wanted}, {status.f_bavail * status.f_frsize:,} bytes are free. "
+            "Finished shards are kept: free some space and run the extraction again."
+        ) from error

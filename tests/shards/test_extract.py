@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from dflash_core.config import ExtractionConfig
+from dflash_core.errors import ShardError
+from dflash_core.shards import ShardDataset, verify_shards
+from dflash_core.shards.extract import batches
+from tests.shards.fakes import CONFIG, HIDDEN, TAPS, FakeInfo, FakeSamples, contents, hidden_states, run
+
+
+@pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
+def test_every_sample_comes_back_as_the_target_gave_it(tmp_path: Path, feature_dtype: str) -> None:
+    samples = FakeSamples()
+    config = CONFIG.model_copy(update={"feature_dtype": feature_dtype})
+    seen: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def target(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        features_BTF = hidden_states(ids_BT, mask_BT)
+        for ids, mask, features in zip(ids_BT, mask_BT, features_BTF, strict=True):
+            seen[tuple(ids[mask].tolist())] = features[mask]
+        return features_BTF
+
+    counts = run(tmp_path, samples, target, config=config)
+    dataset = ShardDataset(tmp_path)
+    assert len(dataset) == len(samples)
+    for i in range(len(samples)):
+        sample = dataset.sample(i)
+        assert sample.id == samples.id(i)
+        np.testing.assert_array_equal(sample.tokens.numpy(), samples.tokens(i))
+        np.testing.assert_array_equal(sample.loss_mask.numpy(), samples.loss_mask(i))
+        assert torch.equal(sample.features, seen[tuple(samples.tokens(i).tolist())].to(getattr(torch, feature_dtype)))
+    assert counts["tokens"] == samples.lengths.sum() == dataset.lengths.sum()
+    assert counts["supervised_tokens"] == dataset.supervised.sum()
+    assert counts["digest"] == dataset.digest
+    assert verify_shards(tmp_path) == []
+
+
+def test_pyarrow_and_safetensors_alone_read_a_dataset(tmp_path: Path) -> None:
+    run(tmp_path)
+    dataset = ShardDataset(tmp_path)
+    row = pa.ipc.open_file(str(tmp_path / "index.arrow")).read_all().to_pylist()[7]
+    with safe_open(tmp_path / f"shard-{row['shard']:05d}.safetensors", "pt") as shard:
+        features = shard.get_slice("features")[row["start"] : row["start"] + row["tokens"]]
+        tokens = shard.get_slice("tokens")[row["start"] : row["start"] + row["tokens"]]
+    assert torch.equal(features, dataset.sample(7).features)
+    assert torch.equal(tokens, dataset.sample(7).tokens)
+    assert row["id"] == dataset.ids[7]
+
+
+def test_two_extractions_are_byte_identical(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_finished_shards_are_not_made_again(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = contents(tmp_path)
+
+    def never(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the target ran")
+
+    run(tmp_path, target=never)
+    assert contents(tmp_path) == before
+
+
+def test_only_a_lost_or_truncated_shard_is_made_again(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / "shard-00001.safetensors").unlink()
+    os.truncate(tmp_path / "shard-00002.safetensors", 100)
+    extracted = 0
+
+    def counting(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        nonlocal extracted
+        extracted += len(ids_BT)
+        return hidden_states(ids_BT, mask_BT)
+
+    run(tmp_path, target=counting)
+    assert extracted == 8
+    assert contents(tmp_path) == before
+
+
+def test_a_batch_is_of_one_shard_and_bounded(tmp_path: Path) -> None:
+    sizes = []
+
+    def target(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        assert bool((mask_BT.int().diff(dim=1) <= 0).all()), "padding is on the right"
+        sizes.append(ids_BT.numel())
+        return hidden_states(ids_BT, mask_BT)
+
+    run(tmp_path, target=target)
+    assert max(sizes) <= CONFIG.batch_tokens
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), batch_tokens=st.integers(1, 200))
+def test_batches_hold_every_sample_once_within_the_bound(lengths: list[int], batch_tokens: int) -> None:
+    made = list(batches(lengths, range(len(lengths)), batch_tokens))
+    assert sorted(i for batch in made for i in batch) == list(range(len(lengths)))
+    for batch in made:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= batch_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "found", "wanted"),
+    [
+        ({"info": FakeInfo(digest="e" * 64)}, "target_digest", "d" * 64, "e" * 64),
+        ({"tap_layers": (1, 5)}, "tap_layers", "(1, 4)", "(1, 5)"),
+        ({"info": FakeInfo(template_digest="new")}, "template_digest", "c" * 64, "new"),
+        ({"target_dtype": "bfloat16"}, "target_dtype", "float32", "bfloat16"),
+        ({"samples": FakeSamples(seed=3)}, "samples_digest", "samples-0-14", "samples-3-14"),
+        ({"config": CONFIG.model_copy(update={"batch_tokens": 32})}, "batch_tokens", "64", "32"),
+        ({"code_version": 2}, "code_version", "1", "2"),
+    ],
+)
+def test_shards_of_something_else_are_not_continued(tmp_path: Path, changes: dict, field: str, found: str, wanted: str) -> None:
+    run(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(ShardError) as caught:
+        run(tmp_path, **changes)
+    assert all(text in str(caught.value) for text in (field, found, wanted, "another folder"))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_a_nonfinite_feature_names_its_sample_token_and_layer_and_the_rest_is_kept(tmp_path: Path, value: float) -> None:
+    samples = FakeSamples()
+    victim = samples.tokens(9)
+
+    def broken(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        features_BTF = hidden_states(ids_BT, mask_BT).double()
+        for row, ids in enumerate(ids_BT):
+            if ids[: len(victim)].tolist() == victim.tolist():
+                features_BTF[row, 2, HIDDEN + 3] = value
+        return features_BTF
+
+    with pytest.raises(ShardError, match=r"'sample-009'.*token 2, layer 4"):
+        run(tmp_path, samples, broken)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert (tmp_path / "shard-00001.safetensors").exists()
+    assert not (tmp_path / "shard-00002.safetensors").exists()
+    run(tmp_path, samples)
+    run(tmp_path.parent / "undisturbed", samples)
+    assert contents(tmp_path) == contents(tmp_path.parent / "undisturbed")
+
+
+def test_nonfinite_padding_is_no_error(tmp_path: Path) -> None:
+    def target(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        return hidden_states(ids_BT, mask_BT).masked_fill(~mask_BT[..., None], float("nan"))
+
+    run(tmp_path, target=target)
+    assert verify_shards(tmp_path) == []
+
+
+@pytest.mark.parametrize(("function", "call"), [("posix_fallocate", 2), ("pwrite", 9), ("fsync", 1), ("fsync", 5)])
+def test_a_full_disk_is_a_clear_error_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
+    original, calls = getattr(os, function), 0
+
+    def full(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments)
+
+    monkeypatch.setattr(os, function, full)
+    with pytest.raises(ShardError, match=r"is full \(No space left on device\).*bytes are free.*run the extraction again"):
+        run(tmp_path / "full")
+    monkeypatch.undo()
+    assert not list((tmp_path / "full").rglob("*.tmp"))
+    run(tmp_path / "full")
+    run(tmp_path / "undisturbed")
+    assert contents(tmp_path / "full") == contents(tmp_path / "undisturbed")
+
+
+def test_a_target_that_returns_another_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="instead of"):
+        run(tmp_path, target=lambda ids_BT, mask_BT: hidden_states(ids_BT, mask_BT)[..., 1:])
+
+
+def test_no_samples_is_an_error(tmp_path: Path) -> None:
+    class Nothing(FakeSamples):
+        def __len__(self) -> int:
+            return 0
+
+    with pytest.raises(ShardError, match=r"rejected\.jsonl"):
+        run(tmp_path, Nothing())
+
+
+def test_progress_reaches_the_total_with_and_without_work_to_do(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    for _ in range(2):
+        seen.clear()
+        counts = run(tmp_path, progress=lambda done, total, unit: seen.append((done, total)))
+        assert seen[-1] == (counts["tokens"], counts["tokens"])
+        assert seen == sorted(seen)
+
+
+def test_one_shard_that_is_not_full_is_enough(tmp_path: Path) -> None:
+    counts = run(tmp_path, FakeSamples(lengths=[1, 200]), config=ExtractionConfig(samples_per_shard=256, batch_tokens=64))
+    assert counts["shards"] == 1
+    assert ShardDataset(tmp_path).sample(1).features.shape == (200, HIDDEN * len(TAPS))
