@@ -239,8 +239,8 @@ class TargetModel:
             hook.remove()
         if not torch.allclose(entered[0].float(), self.vocabulary.embed(ids_BT).float(), rtol=1e-2, atol=1e-5):
             raise TargetError(
-                f"{self.info.name} ({self.info.model_type}): its first layer gets something else than its embeddings times {self.info.embedding_scale}"
-                ". This kind of model is not supported; please report it."
+                f"{self.info.name} ({self.info.model_type}): its first layer gets something else than its embeddings times "
+                f"{self.info.embedding_scale}. This kind of model is not supported; please report it."
             )
 
 

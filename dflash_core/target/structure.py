@@ -25,7 +25,7 @@ class Structure:
     """Parts of a target. ``layers_name`` and ``norm_name`` are attributes of ``decoder``."""
 
     decoder: nn.Module
-    embedding: nn.Module
+    embedding: nn.Embedding
     layers: nn.ModuleList
     layers_name: str
     norm_name: str
@@ -40,6 +40,8 @@ def find_structure(model: Any) -> Structure:
     """
     text = model.config.get_text_config(decoder=True)
     embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        raise _unsupported(model, "an input embedding", [repr(embedding)])
     found = [
         (module, name, child)
         for module in model.modules()

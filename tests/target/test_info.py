@@ -101,7 +101,10 @@ def _only_pickles(folder: Path) -> None:
 
 
 def _write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: [(folder / name).write_text(text)] and None
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return damage
 
 
 @pytest.mark.parametrize(

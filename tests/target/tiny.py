@@ -43,7 +43,7 @@ TEMPLATE = (
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A float32 model whose weights are large enough for its layers to matter."""
+    """A float32 model whose weights are such that its layers matter: generated tokens vary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
@@ -55,6 +55,8 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
                 parameter.normal_(0.0, 0.3)
             else:
                 parameter.add_(torch.rand_like(parameter) * 0.1)
+        if family.startswith("gemma"):  # embeddings that are scaled up and tied would make it repeat itself
+            model.get_input_embeddings().weight.mul_(0.1)
     return model
 
 
