@@ -159,7 +159,7 @@ def decode(
         anchor = len(prompt_ids) + len(tokens) - 1  # position of the last token, which the target has not read yet
         count = min(block_size - 1, positions - 1 - anchor) if proposer else 0
         drafted_BK, draft_BKV = nothing_B0, None
-        if proposer and count:
+        if proposer and features_BTF is not None and count:
             with clock.stage("draft"):
                 draft_BKV = proposer.propose(features_BTF, verdict.following, anchor, count)
                 drafted_BK, draft_BKV = _draft(draft_BKV, sampling, generator)

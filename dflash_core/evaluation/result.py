@@ -1,0 +1,148 @@
+"""What an evaluation found, in figures that are recomputed from the records of the prompts and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from dflash_core.decoding import Acceptance, Generation, acceptance_length, measure_acceptance
+from dflash_core.evaluation.records import PromptRecord
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StageSeconds(_Frozen):
+    """Wall time by stage, summed over the prompts; ``other`` is bookkeeping between the passes."""
+
+    prefill: float
+    draft: float
+    verify: float
+    other: float
+    total: float
+
+
+class Figures(_Frozen):
+    """A drafter on a set of prompts, beside the target alone on the same prompts.
+
+    acceptance:                    see ``Acceptance``
+    target_passes:                 passes of the target, prefill included
+    target_passes_saved_per_token: passes that the baseline took more, per new token: 0 saves nothing, 1 would be all
+    tokens_per_second:             new tokens per second of the whole request, prefill included
+    speedup:                       tokens_per_second / baseline_tokens_per_second
+    """
+
+    prompts: int
+    tokens: int
+    acceptance: Acceptance
+    target_passes: int
+    draft_passes: int
+    target_passes_saved_per_token: float
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    speedup: float
+    seconds: StageSeconds
+    baseline_seconds: StageSeconds
+
+
+class PromptFigures(_Frozen):
+    """One prompt in a table. ``acceptance_length`` is None if the answer has no round."""
+
+    id: str
+    prompt_tokens: int
+    new_tokens: int
+    acceptance_length: float | None
+    target_passes: int
+    speedup: float
+    lossless: bool
+
+
+class EvaluationResult(_Frozen):
+    """A drafter as it will be used, and how it was measured. Greedy decoding, one request at a time.
+
+    lossless:               share of the prompts whose text is the target's own, up to divergences that rounding explains (none in float32)
+    diverged:               prompts whose text differs from the target's own at all
+    diverged_beyond_noise:  those where the target's logit gap exceeds the noise of scoring its own text again
+    """
+
+    target: str
+    target_digest: str
+    drafter_digest: str
+    dtype: str
+    device: str
+    threads: int
+    block_size: int
+    max_new_tokens: int
+    temperature: float
+    prompts: int
+    lossless: float
+    diverged: int
+    diverged_beyond_noise: int
+    trained: Figures
+    untrained: Figures | None
+    rows: tuple[PromptFigures, ...]
+
+    def headline(self) -> dict[str, float]:
+        """The figures a summary or a tracker wants, flat."""
+        trained = self.trained
+        figures = {
+            "lossless": self.lossless,
+            "diverged": self.diverged,
+            "diverged_beyond_noise": self.diverged_beyond_noise,
+            "acceptance_length": trained.acceptance.mean_of_requests,
+            "acceptance_length_pooled": trained.acceptance.pooled,
+            "target_passes_saved_per_token": trained.target_passes_saved_per_token,
+            "speedup": trained.speedup,
+            "tokens_per_second": trained.tokens_per_second,
+            "baseline_tokens_per_second": trained.baseline_tokens_per_second,
+        }
+        figures |= {f"accepted_slot_{slot}": share for slot, share in enumerate(trained.acceptance.per_position, start=1)}
+        if self.untrained is not None:
+            figures["acceptance_length_untrained"] = self.untrained.acceptance.mean_of_requests
+        return figures
+
+
+def figures(generations: Sequence[Generation], baselines: Sequence[Generation], block_size: int) -> Figures:
+    """Sum up a drafter's answers and the target's own to the same prompts."""
+    tokens = sum(len(generation.tokens) for generation in generations)
+    passes = sum(generation.target_passes for generation in generations)
+    seconds, baseline_seconds = _seconds(generations), _seconds(baselines)
+    own_tokens = sum(len(baseline.tokens) for baseline in baselines)
+    speed, own_speed = tokens / seconds.total, own_tokens / baseline_seconds.total
+    return Figures(
+        prompts=len(generations),
+        tokens=tokens,
+        acceptance=measure_acceptance(generations, block_size),
+        target_passes=passes,
+        draft_passes=sum(generation.draft_passes for generation in generations),
+        target_passes_saved_per_token=(tokens - passes) / tokens,
+        tokens_per_second=speed,
+        baseline_tokens_per_second=own_speed,
+        speedup=speed / own_speed,
+        seconds=seconds,
+        baseline_seconds=baseline_seconds,
+    )
+
+
+def prompt_figures(record: PromptRecord, block_size: int) -> PromptFigures:
+    """The row of one prompt."""
+    one = figures([record.trained], [record.baseline], block_size)
+    return PromptFigures(
+        id=record.id,
+        prompt_tokens=record.prompt_tokens,
+        new_tokens=one.tokens,
+        acceptance_length=acceptance_length(record.trained, block_size),
+        target_passes=one.target_passes,
+        speedup=one.speedup,
+        lossless=record.lossless,
+    )
+
+
+def _seconds(generations: Sequence[Generation]) -> StageSeconds:
+    prefill = sum(generation.prefill_seconds for generation in generations)
+    draft = sum(generation.draft_seconds for generation in generations)
+    verify = sum(generation.verify_seconds for generation in generations)
+    total = sum(generation.seconds for generation in generations)
+    return StageSeconds(prefill=prefill, draft=draft, verify=verify, other=total - prefill - draft - verify, total=total)

@@ -1,0 +1,149 @@
+"""Decoding with real architectures: the text is that of Transformers' own ``generate``, whatever the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_core.config import DrafterConfig
+from dflash_core.decoding import autoregressive_generate, measure_acceptance, speculative_generate
+from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.errors import InputError
+from dflash_core.target import TargetModel
+from tests.decoding.oracle import OracleDrafter
+from tests.target.tiny import save_tiny_target
+
+FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text")
+PROMPT = [257, 40, 41, 99, 120, 7, 40]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TargetModel]:
+    targets: dict[str, TargetModel] = {}
+
+    def loaded(family: str) -> TargetModel:
+        if family not in targets:
+            folder: Path = save_tiny_target(family, tmp_path_factory.mktemp(family))
+            targets[family] = TargetModel.from_pretrained(folder, dtype=torch.float32)
+        return targets[family]
+
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path_factory.getbasetemp()))
+
+
+def drafter(target: TargetModel, block_size: int = 8) -> DFlashDrafter:
+    config = DrafterConfig(num_layers=2, block_size=block_size, mask_token_id=259, tap_layers=(0, 2))
+    return DFlashDrafter(DFlashConfig.from_target(target.info, config)).init_weights(0)
+
+
+def transformers_text(target: TargetModel, new: int) -> tuple[int, ...]:
+    output = target._model.generate(
+        torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long), max_new_tokens=new, do_sample=False, pad_token_id=256
+    )
+    return tuple(output[0, len(PROMPT) :].tolist())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_ways_of_decoding_give_the_text_of_transformers(family: str, load: Callable[[str], TargetModel]) -> None:
+    target = load(family)
+    stops = target.info.eos_token_ids
+    expected = transformers_text(target, 40)
+    assert len(set(expected)) > 5, "a text that repeats one token would prove nothing"
+    assert autoregressive_generate(target, PROMPT, max_new_tokens=40, stop_ids=stops).tokens == expected
+    for block_size in (2, 5, 8):
+        generation = speculative_generate(target, drafter(target), PROMPT, max_new_tokens=40, block_size=block_size, stop_ids=stops)
+        assert generation.tokens == expected
+
+
+def test_a_stop_token_of_the_target_ends_the_text_where_transformers_ends_it(load: Callable[[str], TargetModel], tmp_path: Path) -> None:
+    stop = load("llama")
+    token = autoregressive_generate(stop, PROMPT, max_new_tokens=40, stop_ids=()).tokens[11]
+    target = TargetModel.from_pretrained(save_tiny_target("llama", tmp_path, eos_token_id=token), dtype=torch.float32)
+    expected = transformers_text(target, 40)
+    assert expected[-1] == token
+    stops = target.info.eos_token_ids
+    assert token in stops
+    generation = speculative_generate(target, drafter(target), PROMPT, max_new_tokens=40, block_size=8, stop_ids=stops)
+    assert generation.tokens == expected
+    assert generation.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_drafter_has_an_acceptance_length_near_one(family: str, load: Callable[[str], TargetModel]) -> None:
+    target = load(family)
+    generations = [
+        speculative_generate(target, drafter(target), [257, first, 3], max_new_tokens=24, block_size=8, stop_ids=()) for first in range(40, 46)
+    ]
+    assert measure_acceptance(generations, 8).pooled < 1.25
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("block_size", [2, 8])
+def test_an_oracle_has_an_acceptance_length_of_the_block_size(family: str, block_size: int, load: Callable[[str], TargetModel]) -> None:
+    target = load(family)
+    own = autoregressive_generate(target, PROMPT, max_new_tokens=60, stop_ids=()).tokens
+    oracle = OracleDrafter(target._model, [*PROMPT, *own], (0, 2), 8)
+    generation = speculative_generate(target, oracle, PROMPT, max_new_tokens=40, block_size=block_size, stop_ids=())  # type: ignore[arg-type]
+    assert generation.tokens == own[:40]
+    assert measure_acceptance([generation], block_size).mean_of_requests == block_size
+    assert generation.target_passes == 1 + -(-39 // block_size)
+
+
+def test_the_cached_draft_of_a_round_equals_a_draft_from_the_whole_context(load: Callable[[str], TargetModel]) -> None:
+    """What the drafter proposes after many rounds is what it would propose after one prefill of the same text."""
+    from dflash_core.decoding.drafting import BlockDrafter
+
+    target, model = load("llama"), drafter(load("llama"))
+    proposed: list[tuple[int, torch.Tensor]] = []
+
+    class Recording(BlockDrafter):
+        def propose(self, features_BTF: torch.Tensor, last_B: torch.Tensor, anchor: int, count: int) -> torch.Tensor:
+            logits = super().propose(features_BTF, last_B, anchor, count)
+            proposed.append((anchor, logits))
+            return logits
+
+    from dflash_core.decoding.generate import decode
+    from dflash_core.decoding.sampling import Sampling
+
+    with torch.inference_mode():
+        generation = decode(target, Recording(model, target.vocabulary), PROMPT, 24, 8, (), Sampling(), None)
+        text = [*PROMPT, *generation.tokens]
+        for anchor, logits in proposed[::5]:
+            features = target.forward(torch.tensor([text[:anchor]]), target.new_cache(), tap_layers=(0, 2)).features
+            assert features is not None
+            afresh = BlockDrafter(model, target.vocabulary).propose(features, torch.tensor([text[anchor]]), anchor, 7)
+            torch.testing.assert_close(logits, afresh, rtol=1e-4, atol=1e-5)
+
+
+def test_the_targets_positions_end_the_text_before_a_block_would_pass_them(tmp_path: Path) -> None:
+    target = TargetModel.from_pretrained(save_tiny_target("llama", tmp_path, max_position_embeddings=20), dtype=torch.float32)
+    own = autoregressive_generate(target, PROMPT, max_new_tokens=40, stop_ids=())
+    generation = speculative_generate(target, drafter(target), PROMPT, max_new_tokens=40, block_size=8, stop_ids=())
+    assert generation.tokens == own.tokens
+    assert len(own.tokens) == 20 - len(PROMPT)
+
+
+@pytest.mark.parametrize("block_size", [1, 9])
+def test_block_sizes_that_cannot_be_drafted_are_refused(block_size: int, load: Callable[[str], TargetModel]) -> None:
+    with pytest.raises(InputError, match="from 2 to the trained block size 8"):
+        speculative_generate(load("llama"), drafter(load("llama")), PROMPT, max_new_tokens=4, block_size=block_size, stop_ids=())
+
+
+def test_sampling_with_a_real_target_is_repeated_by_its_seed_and_respects_top_k_of_one(load: Callable[[str], TargetModel]) -> None:
+    target = load("llama")
+
+    def run(seed: int, top_k: int) -> tuple[int, ...]:
+        random = torch.Generator().manual_seed(seed)
+        return speculative_generate(
+            target, drafter(target), PROMPT, max_new_tokens=20, block_size=8, stop_ids=(), temperature=1.0, top_k=top_k, generator=random
+        ).tokens
+
+    assert run(1, 0) == run(1, 0) != run(2, 0)
+    assert run(1, 1) == run(2, 1) == autoregressive_generate(target, PROMPT, max_new_tokens=20, stop_ids=()).tokens
