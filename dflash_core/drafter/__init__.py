@@ -2,7 +2,10 @@
 
 from dflash_core.drafter.blocks import IGNORE, block_labels, block_positions, block_tokens, sample_anchors, valid_anchors
 from dflash_core.drafter.cache import DrafterCache
+from dflash_core.drafter.card import model_card
+from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_core.drafter.config import DFlashConfig, default_tap_layers
+from dflash_core.drafter.export import export_drafter, verify_export
 from dflash_core.drafter.masks import dflash_block_mask, dflash_dense_mask
 from dflash_core.drafter.model import DFlashDrafter
 from dflash_core.drafter.spec import SPECS, DrafterSpec
@@ -20,6 +23,11 @@ __all__ = [
     "default_tap_layers",
     "dflash_block_mask",
     "dflash_dense_mask",
+    "export_drafter",
+    "load_checkpoint",
+    "model_card",
     "sample_anchors",
+    "save_checkpoint",
     "valid_anchors",
+    "verify_export",
 ]

@@ -80,7 +80,7 @@ class DFlashConfig:
                 rope that the drafter cannot have.
         """
         taps = drafter.tap_layers or default_tap_layers(info.num_layers, drafter.num_taps or drafter.num_layers)
-        problems = [*_tap_problems(taps, info, chosen=drafter.tap_layers is not None), *mask_token_problems(drafter.mask_token_id, info)]
+        problems = [*tap_problems(taps, info), *mask_token_problems(drafter.mask_token_id, info)]
         if problems:
             raise ConfigError(f"drafter for {info.name}", problems)
         return cls(
@@ -146,11 +146,11 @@ def mask_token_problems(mask_token_id: int, info: TargetInfo) -> Iterator[Proble
         yield Problem(path, mask_token_id, f"is an end-of-text token of {info.name}", "Choose a spare special token")
 
 
-def _tap_problems(taps: tuple[int, ...], info: TargetInfo, *, chosen: bool) -> Iterator[Problem]:
+def tap_problems(taps: tuple[int, ...], info: TargetInfo) -> Iterator[Problem]:
+    """What is wrong with tap layers for this target: out of order, repeated (as the default is for very shallow targets), or too deep."""
     last = info.num_layers - 2  # the last layer's output is only to be had after the final norm
     remedy = f"Name ascending layers from 0 to {last} in drafter.tap_layers"
     if not taps or list(taps) != sorted(set(taps)):
-        origin = "" if chosen else f"the default for {len(taps)} taps of {info.num_layers} layers repeats itself; "
-        yield Problem("drafter.tap_layers", list(taps), f"{origin}taps must be ascending and without repetition", remedy)
+        yield Problem("drafter.tap_layers", list(taps), "must be ascending and without repetition", remedy)
     elif taps[0] < 0 or taps[-1] > last:
         yield Problem("drafter.tap_layers", list(taps), f"{info.name} has {info.num_layers} layers, of which 0 to {last} can be tapped", remedy)

@@ -23,24 +23,18 @@ SUPPORTED = ("default", "linear", "llama3", "yarn")
 def flat_rope_parameters(info: TargetInfo) -> dict[str, Any]:
     """The target's rope as one flat mapping with at least rope_type and rope_theta.
 
-    A target with a rope for each kind of layer gives the one of its full-attention layers, the only kind that the drafter has.
-
     Raises:
         ConfigError: the rope is partial, has several axes, or changes with the length of the text.
     """
-    raw: Mapping[str, Any] = info.rope_parameters or {}
-    by_layer = raw.get("full_attention")
-    parameters = dict(by_layer if isinstance(by_layer, Mapping) else raw)
-    legacy = parameters.pop("type", None)  # the key before Transformers 4.43
-    parameters["rope_type"] = parameters.get("rope_type") or legacy or "default"
+    parameters = {key: value for key, value in info.rope_parameters.items() if value is not None}
+    parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     parameters["rope_theta"] = float(parameters.get("rope_theta") or info.rope_theta)
     problem = rope_problem(parameters, f"{info.name}: rope_parameters")
     if problem:
         raise ConfigError(f"drafter for {info.name}", [problem])
-    parameters.pop("partial_rotary_factor", None)
     if parameters["rope_type"] in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", info.max_position_embeddings)
-    return {key: value for key, value in parameters.items() if value is not None}
+    return {key: value for key, value in parameters.items() if key not in ("type", "partial_rotary_factor")}
 
 
 def rope_problem(parameters: Mapping[str, Any], path: str) -> Problem | None:

@@ -1,0 +1,77 @@
+"""The model card of an exported drafter: what it is, what was measured, and how each runtime is told to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dflash_core.drafter.config import DFlashConfig
+
+if TYPE_CHECKING:
+    from dflash_core.target.info import TargetInfo
+
+_CARD = """---
+library_name: transformers
+base_model: {target}
+pipeline_tag: text-generation
+tags: [speculative-decoding, dflash]
+---
+# DFlash drafter for {target}
+
+A block-diffusion drafter ([DFlash](https://arxiv.org/abs/2602.06036)): from the hidden states of layers {taps} of **{target}**
+it drafts {drafts} tokens in one pass, which the target then verifies. The output is the target's own; only the number of its passes shrinks.
+This folder holds no embedding and no head: the target's are used.
+
+| | |
+|---|---|
+| target | {target}{revision} |
+| sha256 of the target's weights and configuration | `{digest}` |
+| sha256 of its tokenizer | `{tokenizer}` |
+| draft layers, block size | {layers}, {block} |
+| parameters | {parameters:,} |
+| mask token | {mask} |
+
+## Measured
+{facts}
+
+## Use
+vLLM:
+```
+vllm serve {target} --speculative-config '{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {drafts}}}'
+```
+SGLang:
+```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH --speculative-draft-model-path <this folder>
+```
+Transformers (runs the `dflash.py` of this folder; read it first):
+```python
+drafter = AutoModel.from_pretrained("<this folder>", trust_remote_code=True, dtype="auto")
+tokens = drafter.spec_generate(target, input_ids, max_new_tokens=256, stop_token_ids=[tokenizer.eos_token_id])
+```
+"""
+
+
+def model_card(config: DFlashConfig, info: TargetInfo, facts: Mapping[str, object]) -> str:
+    """Markdown with the front matter that model hubs read.
+
+    Args:
+        facts: what was measured and how, label to value, in the order they are to be shown
+    """
+    rows = "\n".join(["| | |", "|---|---|", *(f"| {label} | {_shown(value)} |" for label, value in facts.items())])
+    return _CARD.format(
+        target=info.name,
+        revision=f" at {info.revision}" if info.revision else "",
+        digest=info.digest,
+        tokenizer=info.tokenizer_digest,
+        taps=", ".join(map(str, config.tap_layers)),
+        drafts=config.block_size - 1,
+        layers=config.num_layers,
+        block=config.block_size,
+        parameters=config.num_parameters(),
+        mask=config.mask_token_id,
+        facts=rows if facts else "Nothing has been measured yet.",
+    )
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
