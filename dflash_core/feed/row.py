@@ -1,0 +1,72 @@
+"""One packed row, and rows stacked into a batch: the types that shards, live targets and workers share.
+
+Shapes: T row length, F features of a token (taps · hidden size), N anchor slots, B rows of a batch. All are fixed for a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+TENSORS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Whole samples side by side, padded to the row length.
+
+    ordinal:      place in the order of the whole run; epochs run on
+    epoch:        epoch the row belongs to, from 0
+    features:     [T, F] hidden states of the tapped layers, in the stored precision; 0 in the padding
+    tokens:       [T] int64; 0 in the padding
+    document_ids: [T] int32, 0, 1, … for the samples of the row; -1 in the padding
+    positions:    [T] int64, position of the token in its sample; 0 in the padding
+    loss_mask:    [T] bool, True where the target produced the token; False in the padding
+    anchors:      [N] int64, ascending row indices; slots that stay empty are -1 and come last
+    sample_ids:   ids of the samples, by document id
+    """
+
+    ordinal: int
+    epoch: int
+    features: torch.Tensor
+    tokens: torch.Tensor
+    document_ids: torch.Tensor
+    positions: torch.Tensor
+    loss_mask: torch.Tensor
+    anchors: torch.Tensor
+    sample_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows stacked: the fields of ``Row`` with a leading B."""
+
+    ordinals: tuple[int, ...]
+    epochs: tuple[int, ...]
+    features: torch.Tensor
+    tokens: torch.Tensor
+    document_ids: torch.Tensor
+    positions: torch.Tensor
+    loss_mask: torch.Tensor
+    anchors: torch.Tensor
+    sample_ids: tuple[tuple[str, ...], ...]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The batch with all tensors on ``device``."""
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in TENSORS})
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """Stack rows of equal shapes. A single row is not copied."""
+    tensors = {}
+    for name in TENSORS:
+        values = [getattr(row, name) for row in rows]
+        tensors[name] = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
+    return Batch(
+        ordinals=tuple(row.ordinal for row in rows),
+        epochs=tuple(row.epoch for row in rows),
+        sample_ids=tuple(row.sample_ids for row in rows),
+        **tensors,
+    )

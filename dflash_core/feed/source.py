@@ -1,0 +1,108 @@
+"""Where rows come from. A row is a function of its ordinal alone, so any thread can make any row and the order is data.
+
+``ShardRows`` packs the samples of a dataset on disk; online targets are another ``RowSource`` that makes the same rows from
+the same samples with ``build_row``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dflash_core.config import TrainingConfig
+from dflash_core.drafter import sample_anchors
+from dflash_core.feed.packing import pack_rows
+from dflash_core.feed.row import Row
+from dflash_core.shards import ShardDataset, ShardSample
+
+
+class RowSource(Protocol):
+    """Makes rows. ``row`` is called from several threads and returns the same row for the same ordinal, always."""
+
+    def rows_per_epoch(self, epoch: int) -> int:
+        """Rows of an epoch."""
+
+    def row(self, ordinal: int) -> Row:
+        """Row ``ordinal``; ordinals run on over the epochs."""
+
+
+def steps_available(source: RowSource, epochs: int, rows_per_step: int) -> int:
+    """Whole optimiser steps that the rows of some epochs give. Steps run on over the end of an epoch, so only the last rows can be left over."""
+    return sum(source.rows_per_epoch(epoch) for epoch in range(epochs)) // rows_per_step
+
+
+class ShardRows:
+    """Rows of a dataset of hidden states: packed anew and with new anchors in every epoch."""
+
+    def __init__(self, dataset: ShardDataset, training: TrainingConfig, seed: int):
+        """Pack the first epoch.
+
+        Raises:
+            DataError: a sample is longer than ``training.row_length``.
+        """
+        self._dataset = dataset
+        self._row_length = training.row_length
+        self._num_anchors = training.num_anchors
+        self._seed = seed
+        self._packed: dict[int, list[tuple[int, ...]]] = {}
+        self._lock = threading.Lock()
+        self._rows = len(self._epoch(0))
+
+    def rows_per_epoch(self, epoch: int) -> int:
+        """Rows of an epoch; the same for all."""
+        return self._rows
+
+    def row(self, ordinal: int) -> Row:
+        """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
+        epoch, index = divmod(ordinal, self._rows)
+        samples = [self._dataset.sample(i) for i in self._epoch(epoch)[index]]
+        generator = row_generator(self._seed, epoch, index)
+        return build_row(samples, ordinal=ordinal, epoch=epoch, row_length=self._row_length, num_anchors=self._num_anchors, generator=generator)
+
+    def _epoch(self, epoch: int) -> list[tuple[int, ...]]:
+        with self._lock:
+            if epoch not in self._packed:
+                before = {epoch - 1: self._packed[epoch - 1]} if epoch - 1 in self._packed else {}  # loaders work on both sides of an epoch's end
+                self._packed = {**before, epoch: pack_rows(self._dataset.lengths, self._row_length, seed=self._seed, epoch=epoch)}
+            return self._packed[epoch]
+
+
+def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
+    """The CPU generator of everything that is drawn for one row of one epoch."""
+    state = int(np.random.SeedSequence([seed, epoch, row]).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(state & (2**63 - 1))
+
+
+def build_row(samples: Sequence[ShardSample], *, ordinal: int, epoch: int, row_length: int, num_anchors: int, generator: torch.Generator) -> Row:
+    """Lay samples side by side in a row of T tokens and draw its anchors. The features are copied once, from where they lie."""
+    width, dtype = samples[0].features.shape[1], samples[0].features.dtype
+    features_TF = torch.empty(row_length, width, dtype=dtype)
+    tokens_T = torch.zeros(row_length, dtype=torch.int64)
+    document_ids_T = torch.full((row_length,), -1, dtype=torch.int32)
+    positions_T = torch.zeros(row_length, dtype=torch.int64)
+    loss_mask_T = torch.zeros(row_length, dtype=torch.bool)
+    end = 0
+    for document, sample in enumerate(samples):
+        begin, end = end, end + len(sample.tokens)
+        features_TF[begin:end] = sample.features
+        tokens_T[begin:end] = sample.tokens
+        document_ids_T[begin:end] = document
+        positions_T[begin:end] = torch.arange(end - begin)
+        loss_mask_T[begin:end] = sample.loss_mask
+    features_TF[end:] = 0
+    anchors_N = sample_anchors(loss_mask_T, document_ids_T, num_anchors, generator)
+    return Row(
+        ordinal=ordinal,
+        epoch=epoch,
+        features=features_TF,
+        tokens=tokens_T,
+        document_ids=document_ids_T,
+        positions=positions_T,
+        loss_mask=loss_mask_T,
+        anchors=anchors_N,
+        sample_ids=tuple(sample.id for sample in samples),
+    )
