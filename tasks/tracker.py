@@ -14,11 +14,13 @@ fails costs the record, not the work: calls are warned about, and metrics wait i
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import json
 import logging
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +48,7 @@ class StageRecord:
         self.name = name
         self.run_id = run_id
         self._tracker = tracker
+        self._lock = threading.Lock()
         self._journal: MetricJournal | None = None
         if run_id is not None and self._journal_path.exists():
             self._journal = self._open_journal()  # an earlier process may have left metrics unsent
@@ -54,9 +57,14 @@ class StageRecord:
         """Record metrics of a step; steps that were recorded before are dropped. Does not wait for the store. A ``MetricSink``."""
         if self.run_id is None:
             return
-        if self._journal is None:
-            self._journal = self._open_journal()
+        with self._lock:
+            self._journal = self._journal or self._open_journal()
         self._journal.append(step, metrics)
+
+    def log_results(self, metrics: Mapping[str, float]) -> None:
+        """Record results, which have no step."""
+        if self.run_id is not None:
+            self._tracker.log_metrics(metrics, self.run_id)
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Record params of the stage's run."""
@@ -73,7 +81,7 @@ class StageRecord:
         if self.run_id is not None:
             self._tracker.log_artifact(path, folder, self.run_id)
 
-    def log_dataset(self, name: str, source: Path, digest: str, context: str, profile: Mapping[str, object]) -> None:
+    def log_dataset(self, name: str, source: Path | str, digest: str, context: str, profile: Mapping[str, object]) -> None:
         """Record that the stage read or wrote a dataset; nothing is loaded. ``profile`` holds its counts."""
         if self.run_id is not None:
             self._tracker.log_dataset(name, source, digest, context, profile, self.run_id)
@@ -160,14 +168,18 @@ class Tracker:
 
     def log_params(self, params: Mapping[str, object], run_id: str | None = None) -> None:
         """Record params; a value too long for MLflow is replaced by its length (the whole is in the config artifact)."""
+        if self.run_id is None:
+            return
         from mlflow.entities import Param
 
         items = [Param(key, _short(value)) for key, value in params.items()]
-        for start in range(0, len(items), 100):  # the most that MLflow takes in one call
-            self._attempt(lambda run, start=start: self.client.log_batch(run, params=items[start : start + 100]), run_id)
+        for batch in (items[start : start + 100] for start in range(0, len(items), 100)):  # the most that MLflow takes in one call
+            self._attempt(functools.partial(self.client.log_batch, params=batch), run_id)
 
     def log_metrics(self, metrics: Mapping[str, float], run_id: str | None = None) -> None:
         """Record results (no steps) at once; for metrics of training steps see ``StageRecord.log_metrics``."""
+        if self.run_id is None:
+            return
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
@@ -176,6 +188,8 @@ class Tracker:
 
     def set_tags(self, tags: Mapping[str, object], run_id: str | None = None) -> None:
         """Set tags."""
+        if self.run_id is None:
+            return
         from mlflow.entities import RunTag
 
         items = [RunTag(key, str(value)) for key, value in tags.items()]
@@ -190,11 +204,11 @@ class Tracker:
         """Write a text artifact of the parent run."""
         self._attempt(lambda run: self.client.log_text(run, text, name), None)
 
-    def log_dataset(self, name: str, source: Path, digest: str, context: str, profile: Mapping[str, object], run_id: str) -> None:
+    def log_dataset(self, name: str, source: Path | str, digest: str, context: str, profile: Mapping[str, object], run_id: str) -> None:
         """Record lineage: a dataset by name, place and digest, with its counts; nothing is loaded."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        place = json.dumps({"uri": source.resolve().as_uri()})
+        place = json.dumps({"uri": source.resolve().as_uri() if isinstance(source, Path) else source})
         dataset = Dataset(name, digest[:32], "local", place, profile=json.dumps(dict(profile)))  # MLflow takes digests of up to 36 characters
         tags = [InputTag("mlflow.data.context", context)]
         self._attempt(lambda run: self.client.log_inputs(run, [DatasetInput(dataset, tags)]), run_id)
@@ -204,11 +218,11 @@ class Tracker:
 
         It can be registered: ``create_model_version(name, source=f"models:/{id}", model_id=id)``.
         """
-        self._model_id: str | None = None
-        self._attempt(lambda run: self._log_model(run, folder, name, params, tags), None)
-        return self._model_id
+        ids: list[str] = []
+        self._attempt(lambda run: ids.append(self._log_model(run, folder, name, params, tags)), None)
+        return ids[0] if ids else None
 
-    def _log_model(self, run_id: str, folder: Path, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> None:
+    def _log_model(self, run_id: str, folder: Path, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> str:
         model = self.client.create_logged_model(
             self.experiment_id, name, run_id, {key: str(value) for key, value in tags.items()},
             {key: _short(value) for key, value in params.items()}, "drafter",
@@ -219,7 +233,11 @@ class Tracker:
             self.client.finalize_logged_model(model.model_id, "FAILED")
             raise
         self.client.finalize_logged_model(model.model_id, "READY")
-        self._model_id = model.model_id
+        return str(model.model_id)
+
+    def page(self) -> str | None:
+        """Address of the run's page, where MLflow is a server."""
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}" if self.uri and self.uri.startswith("http") else None
 
     def end_run(self, run_id: str | None, status: str) -> None:
         """Set the status of a run and its end."""
@@ -302,11 +320,12 @@ def _unfinished_run(client: Any, folder: Path, uri: str) -> str | None:
     """The run that an earlier start of the same command began in this store and did not finish."""
     try:
         known = json.loads((folder / "tracking.json").read_text(encoding="utf-8"))
-        run = client.get_run(known["run_id"]) if known["uri"] == uri else None
+        if known["uri"] != uri:
+            return None
+        info = client.get_run(known["run_id"]).info
     except Exception:  # no such file, or no such run any more
         return None
-    unfinished = run is not None and run.info.status != "FINISHED" and run.info.lifecycle_stage == "active"
-    return str(run.info.run_id) if unfinished else None
+    return str(info.run_id) if info.status != "FINISHED" and info.lifecycle_stage == "active" else None
 
 
 def _settle_dead_runs(client: Any, experiment_id: str) -> None:

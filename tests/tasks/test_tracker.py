@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,6 +28,14 @@ def config(make_config: MakeConfig) -> PipelineConfig:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "workspace" / "runs" / "small"
+
+
+class WorkerDiedError(Exception):
+    """Stands for whatever ends a run early."""
+
+
+def fails() -> contextlib.AbstractContextManager[None]:
+    return contextlib.suppress(WorkerDiedError)
 
 
 def runs(config: PipelineConfig) -> list[Any]:
@@ -84,10 +93,10 @@ def test_an_error_ends_the_run_as_failed_and_an_interrupt_as_killed(make_config:
 
 def test_a_failed_run_is_continued_without_repeating_steps(config: PipelineConfig, folder: Path) -> None:
     first = Tracker.open(config, folder)
-    with pytest.raises(ValueError, match="worker died"), first, first.stage("train") as record:
+    with fails(), first, first.stage("train") as record:
         for step in (1, 2, 3):
             record.log_metrics(step, {"loss": float(step)})
-        raise ValueError("worker died")
+        raise WorkerDiedError
     with Tracker.open(config, folder) as second, second.stage("train") as resumed:
         for step in (2, 3, 4):  # as from a checkpoint after step 1
             resumed.log_metrics(step, {"loss": float(step)})
@@ -98,10 +107,10 @@ def test_a_failed_run_is_continued_without_repeating_steps(config: PipelineConfi
 
 def test_a_finished_stage_is_not_recorded_twice_when_the_run_goes_on(config: PipelineConfig, folder: Path) -> None:
     first = Tracker.open(config, folder)
-    with pytest.raises(ValueError, match="later"), first:
+    with fails(), first:
         with first.stage("shards"):
             pass
-        raise ValueError("later")
+        raise WorkerDiedError
     with Tracker.open(config, folder) as second, second.stage("shards") as again:
         again.set_tags({"dflash.cached": True})
     shards = [run for run in runs(config) if run.data.tags.get("dflash.stage") == "shards"]

@@ -1,0 +1,1 @@
+"""What runs after what: one flow a file, and the command line ``dflashctl``."""

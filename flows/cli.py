@@ -1,0 +1,118 @@
+"""The command line ``dflashctl``.
+
+    dflashctl run configs/demo.yaml --set training.max_steps=50
+
+Heavy libraries are imported inside the commands that need them, so that ``--help`` and ``validate`` answer at once.
+Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+
+from dflash_core.errors import DFlashError, InputError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train DFlash drafters and look at what they do.")
+shards_app = typer.Typer(no_args_is_help=True, help="Hidden-state datasets.")
+config_app = typer.Typer(no_args_is_help=True, help="Configuration files.")
+app.add_typer(shards_app, name="shards")
+app.add_typer(config_app, name="config")
+
+P = ParamSpec("P")
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/demo.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=value", help="Change a setting; repeatable.")]
+
+
+def told(command: Callable[P, None]) -> Callable[P, None]:
+    """What a user has caused or can do something about is told without a traceback, by message and exit status."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except InputError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(2) from error
+        except DFlashError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            print("Interrupted. The same command goes on from here.", file=sys.stderr)
+            raise typer.Exit(130) from error
+
+    return guarded
+
+
+@app.command()
+@told
+def run(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run the whole pipeline here and now; finished stages are found and verified. Prints the path of summary.json last."""
+    from flows.here import run_here
+
+    print(run_here(config, overrides or []))
+
+
+@app.command()
+@told
+def plan(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Show what would run, what is cached, and how much disk, memory and time it takes, without doing it."""
+    from flows.plan import show_plan
+
+    show_plan(config, overrides or [])
+
+
+@app.command()
+@told
+def validate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a configuration file. Rules that need the target or the data are checked by 'plan'."""
+    from dflash_core.config import load_config
+
+    loaded = load_config(config, overrides or [])
+    print(f"{config}: valid (run '{loaded.run.name}', target {loaded.target.model}, digest {loaded.digest[:12]})")
+
+
+@config_app.command()
+@told
+def annotate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the whole configuration as YAML, every key with its meaning, type and default."""
+    from dflash_core.config import annotated_yaml, load_config
+
+    print(annotated_yaml(load_config(config, overrides or [])), end="")
+
+
+@shards_app.command()
+@told
+def verify(path: Annotated[Path, typer.Argument(help="Folder of a hidden-state dataset (it has a card.json).")]) -> None:
+    """Read every byte of a hidden-state dataset and list what is wrong with it."""
+    from dflash_core.shards import ShardDataset, verify_shards
+
+    problems = verify_shards(path)
+    if problems:
+        raise DFlashError("\n".join([f"{path}: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)]))
+    dataset = ShardDataset(path)
+    print(f"{path}: {len(dataset)} samples, {int(dataset.lengths.sum())} tokens, every byte as it was written")
+
+
+@app.command()
+@told
+def doctor() -> None:
+    """Say what this machine has: torch, devices, compilation, Triton, memory and disk."""
+    from flows.doctor import examine
+
+    if not examine():
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """The entry point of ``dflashctl``."""
+    app(prog_name="dflashctl")
+
+
+if __name__ == "__main__":
+    main()

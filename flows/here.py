@@ -1,0 +1,59 @@
+"""Run a flow in this process, with a console that shows it: what ``dflashctl run`` does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_core.config import PipelineConfig, load_config
+from flows.server import prefect_api
+
+_QUIET = {
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # the console has its own show; the server gets all logs
+    "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # prefect_api has started a server; a second one would be a mistake
+}
+
+
+def run_here(path: Path, overrides: Sequence[str]) -> Path:
+    """Check the configuration and run 'train-drafter'. Returns the path of ``summary.json``.
+
+    Raises:
+        ConfigError: before anything is begun.
+        DFlashError: a stage failed.
+        KeyboardInterrupt: of the user, after what runs has saved its work.
+    """
+    config = load_config(path, overrides)
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+    def check() -> None:
+        """Heavy imports, and checks that need them: work to do while the server starts."""
+        from dflash_core.pipeline import Plan
+
+        Plan(config, str(path))
+        import flows.train_drafter  # noqa: F401
+
+    with prefect_api(meanwhile=check):
+        return _run(config)
+
+
+def _run(config: PipelineConfig) -> Path:
+    from prefect.exceptions import TerminationSignal
+    from prefect.logging.configuration import setup_logging
+
+    from flows.console import console_watcher
+    from flows.train_drafter import train_drafter
+    from tasks.progress import watcher
+
+    setup_logging()
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).propagate = False  # an error reaches the user once, from the command line, not as a traceback
+    token = watcher.set(console_watcher())
+    try:
+        return train_drafter(config)
+    except TerminationSignal as signal:
+        raise KeyboardInterrupt from signal  # told to end from outside: to the user the same as Ctrl-C
+    finally:
+        watcher.reset(token)
