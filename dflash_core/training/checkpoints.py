@@ -153,7 +153,9 @@ def _load(folder: Path, settings: Mapping[str, Any]) -> TrainingCheckpoint:
     try:
         facts = json.loads((folder / STATE).read_bytes())
         if facts["format"] != FORMAT:
-            raise CheckpointError(f"{folder} has format {facts['format']}, this version reads {FORMAT}. Use the version that wrote it, or train in another folder.")
+            raise CheckpointError(
+                f"{folder} has format {facts['format']}, this version reads {FORMAT}. Use the version that wrote it, or train in another folder."
+            )
         state, found, digests = TrainingState(**facts["state"]), facts["settings"], facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _DamagedError(f"{STATE} cannot be read ({error})") from error

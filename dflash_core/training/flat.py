@@ -38,5 +38,5 @@ class FlatLayout:
         return {name: flat_P[start : start + math.prod(self.shapes[name])].view(self.shapes[name]) for name, start in self.offsets.items()}
 
     def checksums(self, flat_P: Tensor) -> Tensor:
-        """[number of tensors] int64: the sum of each tensor's bits read as 32-bit integers; fp32 buffers only. Exact, whatever the order of summation."""
+        """[number of tensors] int64: each tensor's bits read as 32-bit integers and summed: exact in any order. For fp32 buffers."""
         return torch.stack([view.reshape(-1).view(torch.int32).sum(dtype=torch.int64) for view in self.views(flat_P).values()])

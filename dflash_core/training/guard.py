@@ -29,7 +29,9 @@ from torch import Tensor
 
 from dflash_core.errors import LateCompilationError
 
-_STANCE_MESSAGE = re.compile(r"Detected recompile.*?filename: '(?P<file>.*?)', function name: '(?P<function>.*?)', line number: (?P<line>\d+)", re.DOTALL)
+_STANCE_MESSAGE = re.compile(
+    r"Detected recompile.*?filename: '(?P<file>.*?)', function name: '(?P<function>.*?)', line number: (?P<line>\d+)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class RefusedCompilation:
         return f"{self.function} tried to compile after warm-up, in thread '{self.thread}': {self.reason}. Called with {self.shapes}."
 
 
-class _Veto(Exception):
+class _VetoError(Exception):
     """Raised inside the compiler to end a compilation; Dynamo wraps it, ``explained`` unwraps it."""
 
     def __init__(self, refused: RefusedCompilation):
@@ -93,12 +95,12 @@ class CompileGuard:
     def _veto(self, arguments: Any) -> None:
         refused = _describe_compilation(arguments)
         self.refused.append(refused)
-        raise _Veto(refused)
+        raise _VetoError(refused)
 
     def _refusal_in(self, error: BaseException) -> RefusedCompilation | None:
         link: BaseException | None = error
         while link is not None:
-            if isinstance(link, _Veto):
+            if isinstance(link, _VetoError):
                 return link.refused
             if isinstance(link, RuntimeError) and (match := _STANCE_MESSAGE.search(str(link))):
                 refused = _describe_recompilation(link, match)
@@ -136,7 +138,11 @@ def compiled_graphs() -> int:
 
 def describe_tensors(values: Mapping[str, Any]) -> str:
     """Names, dtypes, shapes and devices of the tensors among ``values``."""
-    tensors = [f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}" for name, value in values.items() if isinstance(value, Tensor)]
+    tensors = [
+        f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    ]
     return ", ".join(tensors) if tensors else "no tensors"
 
 
@@ -162,8 +168,11 @@ def _describe_compilation(arguments: Any) -> RefusedCompilation:
     while frame is not None:
         values = frame.f_locals
         lazy = values.get("lazy_backward_info") or getattr(values.get("self"), "lazy_backward_info", None)
-        if backward and hasattr(lazy, "bw_module"):
-            return RefusedCompilation(f"the backward of {_source_of(lazy.bw_module, function)}", "its backward did not run in warm-up", _inputs_of(lazy.bw_module), thread)
+        graph = getattr(lazy, "bw_module", None)
+        if backward and graph is not None:
+            return RefusedCompilation(
+                f"the backward of {_source_of(graph, function)}", "its backward did not run in warm-up", _inputs_of(graph), thread
+            )
         if not backward and frame.f_code.co_name == "_compile" and isinstance(values.get("code"), types.CodeType):
             code = values["code"]
             function = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

@@ -99,7 +99,13 @@ class Replica:
         """Steps that changed the weights. Waits for the device."""
         return int(next(iter(self._optimizer.state.values()))["step"].item())
 
-    def load(self, weights: Mapping[str, Tensor], exp_avg: Mapping[str, Tensor] | None = None, exp_avg_sq: Mapping[str, Tensor] | None = None, updates: int = 0) -> None:
+    def load(
+        self,
+        weights: Mapping[str, Tensor],
+        exp_avg: Mapping[str, Tensor] | None = None,
+        exp_avg_sq: Mapping[str, Tensor] | None = None,
+        updates: int = 0,
+    ) -> None:
         """Take over fp32 weights and, when resuming, AdamW's moments; without moments AdamW starts afresh."""
         for buffer, tensors in ((self.masters_P, weights), (self.exp_avg_P, exp_avg), (self.exp_avg_sq_P, exp_avg_sq)):
             buffer.zero_()
@@ -131,11 +137,12 @@ class Replica:
         batch = collate(rows).to(self.device)
         config, S = self._drafter_config, self._drafter_config.block_size
         B, N = batch.anchors.shape
+        on_cuda = self.device.type == "cuda"
         labels_BNS = block_labels(batch.tokens, batch.loss_mask, batch.document_ids, batch.anchors, S, config.spec)
         with torch.no_grad():
             embeddings_BQH = self._vocabulary.embed(block_tokens(batch.tokens, batch.anchors, config)).flatten(1, 2)
             positions_BQ = block_positions(batch.positions, batch.anchors, S).flatten(1)
-            make_mask = dflash_block_mask if self.device.type == "cuda" else dflash_dense_mask  # flex_attention has no backward on the CPU
+            make_mask = dflash_block_mask if on_cuda else dflash_dense_mask  # flex_attention has no backward on the CPU
             mask = make_mask(batch.anchors, batch.document_ids, S)
         hidden_BQH = self._draft(self.drafter, batch.features, embeddings_BQH, batch.positions, positions_BQ, mask)
         losses = linear_cross_entropy(
@@ -144,11 +151,11 @@ class Replica:
             labels_BNS.flatten(),
             chunk_slots=self._objective.chunk_slots,
             softcap=self._vocabulary.logit_softcap,
-            max_labelled=B * N * (S - config.spec.first_predicting_slot) if self.device.type == "cuda" else None,  # fixed shapes there, least work here
+            max_labelled=B * N * (S - config.spec.first_predicting_slot) if on_cuda else None,  # fixed shapes there, least work here
         )
         weights_BNS, denominator = slot_weights(self._objective, labels_BNS, losses.probability.view(B, N, S))
         loss = (weights_BNS.flatten() * losses.nll).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if self._compute_gradients_P is not self._gradients_P:
             self._gradients_P.add_(self._compute_gradients_P)
             self._compute_gradients_P.zero_()

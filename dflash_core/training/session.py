@@ -27,7 +27,7 @@ from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint
 from dflash_core.errors import WarmUpError
-from dflash_core.feed import RowSource, ShardRows
+from dflash_core.feed import RowSource, ShardRows, steps_available
 from dflash_core.shards import ShardDataset
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingState, newest_training_checkpoint
@@ -104,7 +104,9 @@ class TrainingSession:
     def take(self) -> None:
         """Use the session up. Raises ``WarmUpError`` the second time."""
         if self.spent:
-            raise WarmUpError(f"The training session of run '{self.run_id}' has been used. Call warm_up again; training then resumes from its last checkpoint.")
+            raise WarmUpError(
+                f"The training session of run '{self.run_id}' has been used. Call warm_up again; training then resumes from the last checkpoint."
+            )
         self.spent = True
         self._sessions.pop((self.run_id, self.config.digest), None)
 
@@ -130,7 +132,14 @@ def warm_up(
 
 
 def warm_up_source(
-    config: PipelineConfig, *, run_id: str, source: RowSource, settings: Mapping[str, Any], info: TargetInfo, vocabulary: TargetVocabulary, folder: Path
+    config: PipelineConfig,
+    *,
+    run_id: str,
+    source: RowSource,
+    settings: Mapping[str, Any],
+    info: TargetInfo,
+    vocabulary: TargetVocabulary,
+    folder: Path,
 ) -> WarmUpReport:
     """``warm_up`` for rows of any source. ``settings`` are the fields that a resumed run must have in common with its checkpoint."""
     require_main_thread("Warm-up")
@@ -189,7 +198,7 @@ def config_settings(config: PipelineConfig) -> dict[str, Any]:
 
 def count_steps(config: PipelineConfig, source: RowSource) -> int:
     """Optimiser steps of the run: ``training.max_steps``, else as many as the epochs hold. Raises ``ConfigError`` if the data cannot fill them."""
-    available = sum(source.rows_per_epoch(epoch) for epoch in range(config.training.epochs)) // config.rows_per_step
+    available = steps_available(source, config.training.epochs, config.rows_per_step)
     check_schedule(config, available)
     return config.training.max_steps or available
 

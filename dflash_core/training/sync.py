@@ -13,11 +13,13 @@ a meeting is broken at once for everybody.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +53,7 @@ class Meeting:
 class GradientSync:
     """One replica's end of the collectives. All R ranks call the same methods in the same order, each from its own thread."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting, group: dist.ProcessGroup | None):
+    def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | None):
         self.rank = rank
         self.size = size
         self.meeting = meeting
@@ -84,7 +86,7 @@ def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientS
     meeting = Meeting(size)
     if size == 1:
         return [GradientSync(0, 1, meeting, None)]
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     futures: list[Future[GradientSync]] = [Future() for _ in devices]
 
     def join(rank: int) -> None:
@@ -102,14 +104,15 @@ def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientS
     return [future.result() for future in futures]
 
 
-def _process_group(device: torch.device, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    prefixed = dist.PrefixStore("dflash", store)
+def _process_group(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group's backend. Typed Any: torch.distributed exports these classes without types."""
+    prefixed = dist.PrefixStore("dflash", store)  # type: ignore[attr-defined]
     if device.type == "cuda":
         torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     gloo._timeout = timeout
     return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
@@ -165,7 +168,7 @@ class Tail:
             stop=values[self.STOP] > 0,
             nonfinite=tuple(i for i, value in enumerate(values[self.nonfinite]) if value > 0),
             grad_norm=grad_norm,
-            skipped=not (grad_norm - grad_norm == 0.0),
+            skipped=not math.isfinite(grad_norm),
         )
 
 

@@ -30,7 +30,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.errors import TrainingError
 from dflash_core.feed import Feed
 from dflash_core.shards import ShardDataset
-from dflash_core.stages import MetricSink, atomic_write, no_metrics, write_json_atomic
+from dflash_core.stages import MetricSink, Progress, atomic_write, no_metrics, no_progress, write_json_atomic
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, save_training_checkpoint
 from dflash_core.training.guard import CompileGuard
@@ -72,13 +72,19 @@ class DrafterTrainer:
         self.session = session
 
     def run(
-        self, on_metrics: MetricSink = no_metrics, stop: threading.Event | None = None, *, extra: Mapping[str, Any] | None = None
+        self,
+        on_metrics: MetricSink = no_metrics,
+        stop: threading.Event | None = None,
+        *,
+        progress: Progress = no_progress,
+        extra: Mapping[str, Any] | None = None,
     ) -> TrainingResult:
         """Train until all steps are done or ``stop`` is set.
 
         Args:
             on_metrics: called on the main thread with (step, metrics) for every record
             stop:       set it from any thread to end after the current step, with a checkpoint
+            progress:   called on the main thread with finished steps, all steps, "steps"
             extra:      JSON to keep in the checkpoints, such as an MLflow run id; default: what the resumed checkpoint kept
 
         Raises:
@@ -93,7 +99,8 @@ class DrafterTrainer:
         session.state = dataclasses.replace(session.state, extra=dict(extra if extra is not None else session.state.extra))
         session.folder.mkdir(parents=True, exist_ok=True)
         log = MetricLog(
-            session.folder / "metrics.jsonl", on_metrics, log_every=training.log_every, tokens_per_step=session.config.rows_per_step * training.row_length,
+            session.folder / "metrics.jsonl", on_metrics, log_every=training.log_every,
+            tokens_per_step=session.config.rows_per_step * training.row_length,
             devices=[replica.device for replica in session.replicas], resumed_step=session.state.step,
         )  # fmt: skip
         feed = Feed(
@@ -104,13 +111,14 @@ class DrafterTrainer:
             with intra_op_threads(session.threads_per_replica), CompileGuard() as guard:
                 shared = Shared(session, feed, guard, stop)
                 shared.save = self._save
-                state = _Supervisor(shared, log).run()
+                state = _Supervisor(shared, log, progress).run()
         finally:
             feed.close()
         return self._finish(state, log)
 
     def _save(self, checkpoint: TrainingCheckpoint) -> None:
-        folder = save_training_checkpoint(self.session.folder / "checkpoints", checkpoint, self.session.settings, self.session.config.training.keep_checkpoints)
+        session = self.session
+        folder = save_training_checkpoint(session.folder / "checkpoints", checkpoint, session.settings, session.config.training.keep_checkpoints)
         logger.info("Checkpoint of step %d: %s", checkpoint.state.step, folder)
 
     def _finish(self, state: TrainingState, log: MetricLog) -> TrainingResult:
@@ -121,8 +129,9 @@ class DrafterTrainer:
             with atomic_write(weights) as temporary:
                 save_file(session.replicas[0].tensors(session.replicas[0].masters_P), temporary)
         result = TrainingResult(
-            finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3), dict(log.last), weights if finished else None, state.extra
-        )
+            finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3),
+            dict(log.last), weights if finished else None, state.extra,
+        )  # fmt: skip
         if finished:
             facts = dataclasses.asdict(result) | {"weights": "final/model.safetensors"}
             write_json_atomic(session.folder / "training.json", facts)
@@ -131,7 +140,8 @@ class DrafterTrainer:
 
 def train(
     config: PipelineConfig, *, run_id: str, dataset: ShardDataset, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path,
-    on_metrics: MetricSink = no_metrics, stop: threading.Event | None = None, extra: Mapping[str, Any] | None = None,
+    on_metrics: MetricSink = no_metrics, stop: threading.Event | None = None, progress: Progress = no_progress,
+    extra: Mapping[str, Any] | None = None,
 ) -> TrainingResult:  # fmt: skip
     """Train with the session that ``warm_up`` left in this process, or warm up first if there is none. Arguments and errors: those two's."""
     session = TrainingSession.get(run_id, config)
@@ -139,15 +149,16 @@ def train(
         warm_up(config, run_id=run_id, dataset=dataset, info=info, vocabulary=vocabulary, folder=folder)
         session = TrainingSession.get(run_id, config)
         assert session is not None
-    return DrafterTrainer(session).run(on_metrics, stop, extra=extra)
+    return DrafterTrainer(session).run(on_metrics, stop, progress=progress, extra=extra)
 
 
 class _Supervisor:
     """Starts the workers and waits for them, on the main thread."""
 
-    def __init__(self, shared: Shared, log: MetricLog):
+    def __init__(self, shared: Shared, log: MetricLog, progress: Progress):
         self._shared = shared
         self._log = log
+        self._progress = progress
         self._stall_timeout_s = shared.session.config.training.stall_timeout_s
         self._workers = [Worker(shared, replica, sync) for replica, sync in zip(shared.session.replicas, shared.session.syncs, strict=True)]
 
@@ -179,7 +190,7 @@ class _Supervisor:
     def _wait(self, seconds: float) -> bool:
         """True once all workers have ended. After a failure the rest ends within ``_ABORT_GRACE_S`` or is left behind."""
         futures = [worker.future for worker in self._workers]
-        done, running = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
+        running = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION).not_done
         if running and self._shared.failures:
             running = wait(futures, timeout=_ABORT_GRACE_S).not_done
             if running:
@@ -192,18 +203,18 @@ class _Supervisor:
             record = self._shared.records.popleft()
             if record.totals.skipped:
                 logger.warning("Step %d was skipped on all replicas: %s.", record.state.step, describe_nonfinite(record.totals))
+            self._progress(record.state.step, self._shared.session.total_steps, "steps")
             self._log.add(record)
 
     def _check_progress(self) -> None:
         if time.monotonic() - self._shared.last_progress < self._stall_timeout_s:
             return
         error = TrainingError(
-            f"No step has finished for training.stall_timeout_s = {self._stall_timeout_s:g} seconds: {self._who_waits_for_what()}. Look at the first that "
-            "does not wait for others. If a step or a checkpoint may take that long, raise the timeout; start again to resume from the last checkpoint."
+            f"No step has finished for training.stall_timeout_s = {self._stall_timeout_s:g} seconds: {self._who_waits_for_what()}. Look at whoever "
+            "does not wait for others. If a step may take that long, raise the timeout. Start again to resume from the last checkpoint."
         )
         self._shared.failures.append(error)
         self._shared.abort()
-        self._wait(0.0)
         raise error
 
     def _who_waits_for_what(self) -> str:

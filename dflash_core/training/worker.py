@@ -177,9 +177,9 @@ class Worker:
             self._stopping |= totals.stop
             if in_row >= self._training.max_nonfinite_steps:
                 raise TrainingError(
-                    f"The gradients of {in_row} steps in a row, the last of them step {step + 1}, were not finite ({describe_nonfinite(totals)}); none of these "
-                    "was applied. Look for NaN in the features of these rows (`dflashctl shards verify`), lower training.learning_rate, or try "
-                    "training.precision = float32. The last checkpoint is of before."
+                    f"The gradients of {in_row} steps in a row, the last of them step {step + 1}, were not finite ({describe_nonfinite(totals)}); "
+                    "none of these was applied. Look for NaN in the features of these rows (`dflashctl shards verify`), lower training.learning_rate, "
+                    "or try training.precision = float32. Start again to resume from the last checkpoint."
                 )
 
     def _checkpoint(self) -> None:

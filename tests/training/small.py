@@ -18,9 +18,9 @@ from dflash_core.training.session import WarmUpReport, config_settings, warm_up_
 H, V, TAPS, ROW_LENGTH = 64, 256, 2, 48
 
 INFO = TargetInfo(
-    name="small", path="/nowhere", revision=None, digest="d" * 64, tokenizer_digest="t" * 64, template_digest=None, model_type="llama", num_layers=6,
-    hidden_size=H, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=V, rms_norm_eps=1e-5, attention_bias=False, rope_theta=10000.0,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(2,),
+    name="small", path="/nowhere", revision=None, digest="d" * 64, tokenizer_digest="t" * 64, template_digest=None, model_type="llama",
+    num_layers=6, hidden_size=H, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=V, rms_norm_eps=1e-5, attention_bias=False,
+    rope_theta=10000.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(2,),
     pad_token_id=0, bos_token_id=1, embedding_scale=1.0, logit_softcap=None, logit_scale=1.0,
 )  # fmt: skip
 
@@ -74,7 +74,7 @@ def config(replicas: int = 2, **training: Any) -> PipelineConfig:
     )
 
 
-def warm_up(config: PipelineConfig, folder: Path, source: SmallRows | None = None -> tuple[WarmUpReport, TrainingSession]:
+def warm_up(config: PipelineConfig, folder: Path, source: SmallRows | None = None) -> tuple[WarmUpReport, TrainingSession]:
     report = warm_up_source(
         config, run_id="run", source=source or SmallRows(), settings=config_settings(config), info=INFO, vocabulary=vocabulary(), folder=folder
     )
@@ -95,4 +95,3 @@ def losses(folder: Path) -> list[float]:
 
 def final_weights(folder: Path) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
-

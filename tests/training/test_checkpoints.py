@@ -14,7 +14,9 @@ SETTINGS = {"training.learning_rate": 1e-3, "drafter.tap_layers": (1, 3)}
 def checkpoint(step: int) -> TrainingCheckpoint:
     generator = torch.Generator().manual_seed(step)
     weights, first, second = ({"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)} for _ in range(3))
-    return TrainingCheckpoint(TrainingState(step=step, next_ordinal=4 * step, updates=step, seconds=1.5, extra={"mlflow_run_id": "r"}), weights, first, second)
+    return TrainingCheckpoint(
+        TrainingState(step=step, next_ordinal=4 * step, updates=step, seconds=1.5, extra={"mlflow_run_id": "r"}), weights, first, second
+    )
 
 
 def save(folder: Path, *steps: int, keep: int = 3) -> list[Path]:
@@ -45,7 +47,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
-def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
     _, newest = save(tmp_path, 2, 4)
     content = bytearray((newest / name).read_bytes())
     if damage == "missing":
@@ -64,7 +68,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before_with_a_wa
 def test_if_all_are_damaged_nothing_starts_silently_from_the_beginning(tmp_path: Path) -> None:
     for folder in save(tmp_path, 2, 4):
         (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="Every checkpoint in .* is damaged"):
+    with pytest.raises(CheckpointError, match=r"Every checkpoint in .* is damaged"):
         newest_training_checkpoint(tmp_path, SETTINGS)
 
 

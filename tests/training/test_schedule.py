@@ -28,7 +28,9 @@ def test_wsd_stays_at_the_peak_and_falls_linearly_over_the_last_part() -> None:
 @given(
     steps=st.integers(1, 400), schedule=st.sampled_from(["cosine", "wsd"]), warmup=st.floats(0, 0.5), decay=st.floats(0, 0.5), floor=st.floats(0, 1)
 )
-def test_every_schedule_stays_between_zero_and_its_peak_and_falls_after_warm_up(steps: int, schedule: str, warmup: float, decay: float, floor: float) -> None:
+def test_every_schedule_stays_between_zero_and_its_peak_and_falls_after_warm_up(
+    steps: int, schedule: str, warmup: float, decay: float, floor: float
+) -> None:
     rates = curve(steps, schedule=schedule, warmup_fraction=warmup, decay_fraction=decay, min_lr_fraction=floor)
     peak = round(warmup * steps)
     assert all(0.0 < rate <= 1.0 + 1e-9 for rate in rates) or floor == 0.0

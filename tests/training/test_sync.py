@@ -88,6 +88,13 @@ def test_the_tail_is_read_as_it_was_written() -> None:
     values[tail.labelled], values[tail.hits] = torch.tensor([0.0, 5.0, 4.0]), torch.tensor([0.0, 2.0, 1.0])
     values[tail.nonfinite][1] = 1.0
     totals = tail.read(values)
-    assert (totals.loss, totals.labelled, totals.hits, totals.stop, totals.nonfinite, totals.skipped) == (1.5, (0, 5, 4), (0, 2, 1), True, (1,), False)
+    assert (totals.loss, totals.labelled, totals.hits, totals.stop, totals.nonfinite, totals.skipped) == (
+        1.5,
+        (0, 5, 4),
+        (0, 2, 1),
+        True,
+        (1,),
+        False,
+    )
     values[Tail.GRAD_NORM] = float("inf")
     assert tail.read(values).skipped
