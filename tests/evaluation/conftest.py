@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from dflash_core.config import PipelineConfig, parse_config
+from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.target import TargetModel
+from tests.target.tiny import save_tiny_target
+
+
+@dataclass
+class Prompts:
+    """Stands in for a ``SampleTable``."""
+
+    prompts: list[list[int]] = field(default_factory=lambda: [[257, 40 + n, 41, 7 * n] for n in range(5)])
+    digest: str = "prompts"
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def id(self, index: int) -> str:
+        return f"prompt-{index}"
+
+    def prompt_tokens(self, index: int) -> npt.NDArray[np.int32]:
+        return np.array(self.prompts[index], dtype=np.int32)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_target("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture
+def target(tiny_folder: str) -> TargetModel:
+    return TargetModel.from_pretrained(tiny_folder, dtype=torch.float32)
+
+
+@pytest.fixture
+def config() -> PipelineConfig:
+    return parse_config(
+        {
+            "target": {"model": "tiny"},
+            "data": {"sources": [{"source": "prompts.jsonl"}], "max_length": 64},
+            "drafter": {"num_layers": 1, "block_size": 4, "mask_token_id": 259, "tap_layers": [0, 2]},
+            "training": {"row_length": 64, "num_anchors": 8},
+            "evaluation": {"num_prompts": 4, "max_new_tokens": 12, "untrained_prompts": 2},
+        }
+    )
+
+
+@pytest.fixture
+def drafter(target: TargetModel, config: PipelineConfig) -> DFlashDrafter:
+    return DFlashDrafter(DFlashConfig.from_target(target.info, config.drafter)).init_weights(1)

@@ -1,0 +1,149 @@
+"""Evaluation on a tiny target: figures, losslessness, resuming."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dflash_core.evaluation.evaluate as evaluate_module
+from dflash_core.config import PipelineConfig
+from dflash_core.decoding import autoregressive_generate
+from dflash_core.drafter import DFlashDrafter
+from dflash_core.errors import DataError
+from dflash_core.evaluation import EvaluationResult, evaluate_drafter
+from dflash_core.target import TargetModel
+from tests.decoding.oracle import OracleDrafter
+from tests.evaluation.conftest import Prompts
+
+Evaluate = Callable[..., EvaluationResult]
+
+
+@pytest.fixture
+def evaluate(config: PipelineConfig, target: TargetModel, drafter: DFlashDrafter, tmp_path: Path) -> Evaluate:
+    def call(**changes: Any) -> EvaluationResult:
+        arguments = {"config": config, "target": target, "drafter": drafter, "heldout": Prompts(), "folder": tmp_path} | changes
+        return evaluate_drafter(**arguments)  # type: ignore[arg-type]
+
+    return call
+
+
+def lines(folder: Path) -> int:
+    return len((folder / "prompts.jsonl").read_bytes().splitlines())
+
+
+def with_evaluation(config: PipelineConfig, **changes: Any) -> PipelineConfig:
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
+
+
+def test_a_random_drafter_is_lossless_and_saves_nothing(evaluate: Evaluate, tmp_path: Path) -> None:
+    result = evaluate()
+    assert result.lossless == 1.0
+    assert result.diverged == result.diverged_beyond_noise == 0
+    assert result.prompts == 4
+    assert 1.0 <= result.trained.acceptance.mean_of_requests < 1.3
+    assert result.trained.target_passes_saved_per_token < 0.3
+    assert result.untrained is None
+    assert [row.id for row in result.rows] == [f"prompt-{n}" for n in range(4)]
+    assert EvaluationResult.model_validate_json((tmp_path / "evaluation.json").read_bytes()) == result
+
+
+def test_the_untrained_drafter_is_measured_on_the_first_prompts_against_their_own_baseline(evaluate: Evaluate, drafter: DFlashDrafter) -> None:
+    result = evaluate(untrained=copy.deepcopy(drafter).init_weights(2))
+    assert result.untrained is not None
+    assert (result.untrained.prompts, result.trained.prompts) == (2, 4)
+    assert result.untrained.baseline_seconds.total < result.trained.baseline_seconds.total
+    assert result.headline()["acceptance_length_untrained"] == result.untrained.acceptance.mean_of_requests
+
+
+def test_an_oracle_reaches_the_block_size_and_its_figures_add_up(evaluate: Evaluate, target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = Prompts([[257, 44, 41, 9]])
+    own = autoregressive_generate(target, prompts.prompts[0], max_new_tokens=60, stop_ids=()).tokens
+    oracle = OracleDrafter(target._model, [*prompts.prompts[0], *own], (0, 2), 4)
+    monkeypatch.setattr(evaluate_module, "_decoding_copy", lambda drafter, target: drafter)
+    monkeypatch.setattr(evaluate_module, "weights_digest", lambda drafter: "oracle")
+    result = evaluate(drafter=oracle, heldout=prompts)
+    trained = result.trained
+    assert result.lossless == 1.0
+    assert trained.acceptance.mean_of_requests == trained.acceptance.pooled == 4.0
+    assert trained.acceptance.per_position == (1.0, 1.0, 1.0)
+    assert trained.acceptance.histogram == (0, 0, 0, 3)
+    assert (trained.tokens, trained.target_passes) == (12, 4)
+    assert trained.target_passes_saved_per_token == pytest.approx((12 - 4) / 12)
+    seconds = trained.seconds
+    assert seconds.prefill + seconds.draft + seconds.verify + seconds.other == pytest.approx(seconds.total)
+    assert trained.speedup == pytest.approx(trained.baseline_seconds.total / seconds.total)
+
+
+def test_prompts_that_are_done_are_not_decoded_again(
+    evaluate: Evaluate, config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(config=with_evaluation(config, num_prompts=2))
+    decoded: list[list[int]] = []
+    whole = evaluate_module._Bench.measure
+
+    def recording(self: Any, name: str, prompt_ids: list[int], *, with_untrained: bool) -> Any:
+        decoded.append(prompt_ids)
+        return whole(self, name, prompt_ids, with_untrained=with_untrained)
+
+    monkeypatch.setattr(evaluate_module._Bench, "measure", recording)
+    seen: list[tuple[int, int, str]] = []
+    result = evaluate(progress=lambda *call: seen.append(call))
+    assert decoded == Prompts().prompts[2:4]
+    assert result.prompts == lines(tmp_path) == 4
+    assert seen == [(2, 4, "prompts"), (3, 4, "prompts"), (4, 4, "prompts")]
+    assert evaluate() == result
+    assert len(decoded) == 2
+
+
+def test_another_drafter_or_longer_answers_are_measured_afresh(
+    evaluate: Evaluate, config: PipelineConfig, drafter: DFlashDrafter, tmp_path: Path
+) -> None:
+    first = evaluate()
+    second = evaluate(drafter=copy.deepcopy(drafter).init_weights(9))
+    assert lines(tmp_path) == 8
+    assert first.drafter_digest != second.drafter_digest
+    evaluate(config=with_evaluation(config, max_new_tokens=13))
+    assert lines(tmp_path) == 12
+
+
+def test_a_verification_that_accepts_too_much_is_caught(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dflash_core.decoding.generate as generate_module
+    from dflash_core.decoding.sampling import Verdict
+
+    def credulous(target_logits_BSV: Tensor, drafted_BK: Tensor) -> Verdict:
+        count = torch.tensor([drafted_BK.shape[1]])
+        return Verdict(count, target_logits_BSV[:, -1].argmax(-1))
+
+    monkeypatch.setattr(generate_module, "verify_greedy", credulous)
+    result = evaluate()
+    assert result.lossless == 0.0
+    assert result.diverged_beyond_noise == 4
+    assert result.trained.acceptance.pooled == 4.0, "so acceptance alone would have praised it"
+
+
+def test_in_bfloat16_every_divergence_is_reported_and_only_those_beyond_noise_count(
+    evaluate: Evaluate, tiny_folder: str, drafter: DFlashDrafter, config: PipelineConfig
+) -> None:
+    result = evaluate(target=TargetModel.from_pretrained(tiny_folder, dtype=torch.bfloat16), config=with_evaluation(config, max_new_tokens=48))
+    assert result.dtype == "bfloat16"
+    assert result.lossless == 1.0 - result.diverged_beyond_noise / 4
+    assert result.diverged >= result.diverged_beyond_noise
+    assert next(drafter.parameters()).dtype == torch.float32, "the caller's drafter keeps its precision"
+
+
+def test_a_smaller_block_than_trained_is_measured_as_such(evaluate: Evaluate, config: PipelineConfig) -> None:
+    result = evaluate(config=with_evaluation(config, block_size=2))
+    assert result.block_size == 2
+    assert len(result.trained.acceptance.per_position) == 1
+    assert result.lossless == 1.0
+
+
+def test_no_held_out_prompt_is_an_error_that_names_the_setting(evaluate: Evaluate) -> None:
+    with pytest.raises(DataError, match=r"data.heldout_fraction = 0.05: left no prompt"):
+        evaluate(heldout=Prompts([]))
