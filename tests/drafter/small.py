@@ -30,8 +30,9 @@ def drafter_config(**changes: Any) -> DFlashConfig:
     """Two layers, two taps, blocks of four."""
     info = target_info()
     config = DFlashConfig(
-        target_name=info.name, num_target_layers=8, tap_layers=(1, 5), hidden_size=24, intermediate_size=40, num_layers=2, num_heads=6, num_kv_heads=2,
-        head_dim=8, vocab_size=VOCABULARY, rms_norm_eps=1e-5, rope_parameters=info.rope_parameters, max_position_embeddings=512, block_size=4,
+        target_name=info.name, num_target_layers=8, tap_layers=(1, 5), hidden_size=24, intermediate_size=40, num_layers=2, num_heads=6,
+        num_kv_heads=2, head_dim=8, vocab_size=VOCABULARY, rms_norm_eps=1e-5,
+        rope_parameters=info.rope_parameters, max_position_embeddings=512, block_size=4,
         mask_token_id=16,
     )  # fmt: skip
     return replace(config, **changes)

@@ -1,0 +1,47 @@
+"""The drafter compiles whole, once for all layouts of one shape, and computes the same."""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_core.drafter import block_positions, block_tokens, dflash_block_mask, dflash_dense_mask
+from tests.drafter.small import Row, drafter_config, random_layout, small_drafter
+
+
+def arguments(seed: int, mask: str) -> tuple[object, ...]:
+    config = drafter_config()
+    row = Row(config, *random_layout(seed, T=40, N=6), seed)
+    ids = block_tokens(row.tokens, row.anchors, config).flatten(1)
+    build = {"dense": dflash_dense_mask, "block": dflash_block_mask}[mask]
+    positions = block_positions(row.positions, row.anchors, config.block_size).flatten(1)
+    return row.features, row.table[ids], row.positions, positions, build(row.anchors, row.document_ids, config.block_size)
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_one_whole_graph_serves_every_layout_with_equal_values_and_gradients() -> None:
+    eager, compiled = small_drafter(num_layers=1), small_drafter(num_layers=1)
+    call = torch.compile(compiled, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for seed in (1, 2):
+        inputs = arguments(seed, "dense")
+        want, got = eager(*inputs), call(*inputs)
+        torch.testing.assert_close(got, want)
+        for drafter, hidden in ((eager, want), (compiled, got)):
+            drafter.zero_grad()
+            hidden.pow(2).sum().backward()
+        for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad, msg=name)
+    assert graphs() == 1
+
+
+def test_a_block_mask_made_outside_the_compiled_drafter_needs_one_graph_too() -> None:
+    drafter = small_drafter(num_layers=1)
+    call = torch.compile(drafter, fullgraph=True, dynamic=False, backend="eager")
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for seed in (1, 2):
+            torch.testing.assert_close(call(*arguments(seed, "block")), drafter(*arguments(seed, "dense")), rtol=1e-4, atol=1e-4)
+    assert graphs() == 1
