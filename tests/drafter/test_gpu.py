@@ -46,7 +46,8 @@ def test_the_compiled_drafter_with_flex_attention_equals_the_dense_one_in_values
             drafter.zero_grad()
             (hidden.float() * embeddings.float()).mean().backward()
         for (name, a), b in zip(flex.named_parameters(), dense.parameters(), strict=True):
-            assert a.grad is not None and b.grad is not None
+            assert a.grad is not None
+            assert b.grad is not None
             error = (a.grad.float() - b.grad.float()).norm() / b.grad.float().norm().clamp(min=1e-12)
             assert error < tolerance, name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
