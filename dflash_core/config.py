@@ -84,9 +84,9 @@ class DataConfig(Section):
     )
     regenerate: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="auto: the target's own responses, from response_cache where it has them; always: generate afresh; never: keep the responses of the data.",
+        description="auto: the target's own, from response_cache where it has them; always: generate afresh; never: keep the data's.",
     )
-    response_cache: LoosePath | None = Field(None, description="JSONL (.gz) of responses of this very target, keyed by its digest; used by 'auto'.")
+    response_cache: LoosePath | None = Field(None, description="Responses of this very target (JSONL, .gz), keyed by its digest; for 'auto'.")
     generation: GenerationConfig = Field(default_factory=GenerationConfig, description="How responses are generated.")
     max_length: PositiveInt = Field(3072, description="Longest sample in tokens; the tail of a longer one is cut off.")
     min_response_tokens: PositiveInt = Field(2, description="Samples with fewer supervised tokens are rejected.")
@@ -121,7 +121,9 @@ class ObjectiveConfig(Section):
     """What training minimises."""
 
     weighting: Literal["decay", "dpace", "uniform"] = Field("decay", description="Weight of a slot: exponential decay, D-PACE, or all equal.")
-    gamma: float | None = Field(None, gt=0.0, description="Decay length of 'decay'. Default: 7, 5, 4 for blocks of 16, 10, 8, and block_size / 2.25 otherwise.")
+    gamma: float | None = Field(
+        None, gt=0.0, description="Decay length of 'decay'. Default: 7, 5, 4 for blocks of 16, 10, 8, and block_size / 2.25 otherwise."
+    )
     dpace_alpha: float = Field(0.5, ge=0.0, lt=1.0, description="Smoothing of D-PACE.")
     chunk_slots: PositiveInt = Field(1024, description="Slots whose logits are alive at one time.")
 
@@ -154,7 +156,9 @@ class TrainingConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept; older ones are deleted.")
     compare_replicas_every: PositiveInt = Field(100, description="Steps between two comparisons of the replicas' weights.")
     max_nonfinite_steps: PositiveInt = Field(3, description="Steps in a row with non-finite gradients that are skipped before the run ends.")
-    stall_timeout_s: float = Field(600.0, gt=0.0, description="Seconds without a finished step after which the run ends with what everyone waits for.")
+    stall_timeout_s: float = Field(
+        600.0, gt=0.0, description="Seconds without a finished step after which the run ends with what everyone waits for."
+    )
 
 
 class EvaluationConfig(Section):
@@ -278,7 +282,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     except YAMLError as error:
         raise ConfigError(source, [Problem("(file)", source, f"is not valid YAML: {error}", "Correct the line it names")]) from error
     if not isinstance(tree, dict):
-        raise ConfigError(source, [Problem("(file)", tree, "must be a mapping of sections", f"Start with one of: {', '.join(PipelineConfig.model_fields)}")])
+        raise ConfigError(
+            source, [Problem("(file)", tree, "must be a mapping of sections", f"Start with one of: {', '.join(PipelineConfig.model_fields)}")]
+        )
     for override in overrides:
         _apply_override(tree, override)
     return parse_config(tree, source)

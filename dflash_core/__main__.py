@@ -1,0 +1,78 @@
+"""The core alone, for a machine without Prefect and MLflow.
+
+    python -m dflash_core run      configs/demo.yaml [--set training.max_steps=50]
+    python -m dflash_core extract  configs/demo.yaml      # up to the shards
+    python -m dflash_core train    configs/demo.yaml      # up to the trained drafter
+    python -m dflash_core evaluate configs/demo.yaml      # up to its evaluation
+
+Every command runs the stages before it, or finds them done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from dflash_core.config import load_config
+from dflash_core.errors import DFlashError, InputError
+from dflash_core.pipeline import STAGES, Plan, StageResult, run_stage, write_summary
+
+_LAST_STAGE = {"extract": "shards", "train": "train", "evaluate": "evaluate", "run": "export"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the stages up to the command's own. Returns the exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m dflash_core", description="Run the stages up to the named one, without Prefect and MLflow.")
+    parser.add_argument("command", choices=_LAST_STAGE)
+    parser.add_argument("config", help="a YAML file, such as configs/demo.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides", help="change a setting; repeatable")
+    options = parser.parse_args(arguments)
+    try:
+        plan = Plan(load_config(options.config, options.overrides), options.config)
+        results = _run(plan, STAGES[: STAGES.index(_LAST_STAGE[options.command]) + 1])
+        if options.command == "run":
+            print(write_summary(plan, results))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except DFlashError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on from here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(plan: Plan, names: tuple[str, ...]) -> dict[str, StageResult]:
+    results = {}
+    for name in names:
+        if name == "warm_up":  # training warms up by itself where nobody has
+            continue
+        results[name] = run_stage(plan, name, progress=_Lines(name), on_metrics=_print_metrics)
+        state = "cached" if results[name].cached else f"{results[name].seconds:.1f} s"
+        print(f"{name}: {state}  {results[name].manifest.counts}", flush=True)
+    return results
+
+
+def _print_metrics(step: int, metrics: dict[str, float]) -> None:  # type: ignore[override]
+    if step % 20 == 0 or step == 1:
+        print(f"  step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "slot" not in name), flush=True)
+
+
+class _Lines:
+    """Progress as one line every ten seconds."""
+
+    def __init__(self, stage: str):
+        self._stage = stage
+        self._last = time.monotonic()
+
+    def __call__(self, done: int, total: int, unit: str) -> None:
+        if time.monotonic() - self._last > 10:
+            self._last = time.monotonic()
+            print(f"  {self._stage}: {done}/{total or '?'} {unit}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
