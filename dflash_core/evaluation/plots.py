@@ -1,0 +1,116 @@
+"""Pictures of a run as PNG files: one per subject for the tracker, and one that tells all of it for the README.
+
+    write_plots(folder, read_metrics(train_folder / "metrics.jsonl"), result)
+
+Needs matplotlib (the extra ``pipeline``), which the rest of the core does without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dflash_core.evaluation.panels import (
+    BLUE,
+    FAINT,
+    INK,
+    LIGHT,
+    Metrics,
+    draw_acceptance,
+    draw_loss,
+    draw_memory,
+    draw_prompts,
+    draw_throughput,
+    draw_time,
+)
+from dflash_core.evaluation.result import EvaluationResult
+from dflash_core.stages import atomic_write
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The records of training's ``metrics.jsonl`` in order; a torn last line is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def write_plots(folder: Path, metrics: Metrics, result: EvaluationResult) -> dict[str, Path]:
+    """Draw loss, acceptance per position, throughput, memory and the report; returns their paths by name."""
+    panels: dict[str, Callable[[Any], None]] = {
+        "loss": lambda axes: draw_loss(axes, metrics),
+        "acceptance": lambda axes: draw_acceptance(axes, result),
+        "throughput": lambda axes: draw_throughput(axes, metrics),
+        "memory": lambda axes: draw_memory(axes, metrics),
+    }
+    paths = {}
+    for name, draw in panels.items():
+        figure = _figure(7.0, 4.0)
+        draw(figure.add_subplot())
+        paths[name] = _save(figure, folder / f"{name}.png")
+    paths["report"] = _save(report_figure(metrics, result), folder / "report.png")
+    return paths
+
+
+def report_figure(metrics: Metrics, result: EvaluationResult) -> Figure:
+    """The whole result on one page: headline figures, loss, acceptance by position and by prompt, time per token."""
+    figure = _figure(12.0, 8.4)
+    figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.12, hspace=0.06, wspace=0.05)
+    parts: Any = figure.subfigures(2, 1, height_ratios=[1.0, 4.0])
+    _draw_heading(parts[0], result)
+    axes = parts[1].subplots(2, 2)
+    draw_loss(axes[0, 0], metrics)
+    draw_acceptance(axes[0, 1], result)
+    draw_prompts(axes[1, 0], result)
+    draw_time(axes[1, 1], result)
+    return figure
+
+
+def _draw_heading(figure: Any, result: EvaluationResult) -> None:
+    trained = result.trained
+    figure.text(0.022, 0.86, f"DFlash drafter for {result.target}", fontsize=16, fontweight="bold", color=INK, va="center")
+    how = f"greedy, {result.prompts} held-out prompts, up to {result.max_new_tokens} new tokens, blocks of {result.block_size}"
+    figure.text(0.978, 0.86, how, fontsize=9.5, color=FAINT, ha="right", va="center")
+    before = "" if result.untrained is None else f"\n{result.untrained.acceptance.mean_of_requests:.2f} before training"
+    tiles = [
+        (f"{100 * result.lossless:.0f} %", "of answers are exactly the target's own" if result.dtype == "float32" else "of answers are lossless"),
+        (f"{trained.acceptance.mean_of_requests:.2f}", f"tokens per target pass{before}"),
+        (f"{100 * trained.target_passes_saved_per_token:.0f} %", "of the target's passes saved"),
+        (
+            f"{trained.speedup:.2f}×",
+            f"speed of the same code without drafter\n{trained.tokens_per_second:.1f} against {trained.baseline_tokens_per_second:.1f} tokens/s",
+        ),
+    ]
+    for number, (value, meaning) in enumerate(tiles):
+        left = 0.022 + number * 0.2425
+        axes = figure.add_axes((left, 0.02, 0.2285, 0.64))
+        axes.set_axis_off()
+        axes.add_patch(_panel())
+        axes.text(0.06, 0.66, value, fontsize=24, fontweight="bold", color=BLUE if number < 3 else INK, va="center", transform=axes.transAxes)
+        axes.text(0.06, 0.24, meaning, fontsize=9, color=FAINT, va="center", transform=axes.transAxes, linespacing=1.35)
+
+
+def _panel() -> Any:
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch((0.0, 0.0), 1.0, 1.0, boxstyle="round,pad=0,rounding_size=0.03", facecolor="#f4f7fb", edgecolor=LIGHT)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
+    return path

@@ -1,0 +1,100 @@
+"""Pictures are drawn by any thread, from any run, and leave no global state behind."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dflash_core.decoding import Generation
+from dflash_core.evaluation import EvaluationResult, PromptRecord
+from dflash_core.evaluation.panels import running_mean, series
+from dflash_core.evaluation.plots import read_metrics, report_figure, write_plots
+from dflash_core.evaluation.result import figures, prompt_figures
+
+NAMES = {"loss", "acceptance", "throughput", "memory", "report"}
+
+
+def generation(accepted: list[int], block: int = 4) -> Generation:
+    drafted = (block - 1,) * len(accepted)
+    return Generation((5,) * 12, "length", tuple(accepted), drafted, 1 + len(accepted), len(accepted), 1.0, 0.1, 0.2, 0.6)
+
+
+def result(*, untrained: bool, rounds: list[int]) -> EvaluationResult:
+    records = [
+        PromptRecord(
+            key="k", id=f"p{n}", prompt_tokens=4, baseline=generation([0] * 11, 1), trained=generation(rounds),
+            untrained=generation([0] * 11) if untrained else None, divergence=None, lossless=True,
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    baselines = [record.baseline for record in records]
+    return EvaluationResult(
+        target="tiny", target_digest="t", drafter_digest="d", dtype="float32", device="cpu", threads=1, block_size=4, max_new_tokens=12,
+        temperature=0.0, prompts=3, lossless=1.0, diverged=0, diverged_beyond_noise=0,
+        trained=figures([record.trained for record in records], baselines, 4),
+        untrained=figures([generation([0] * 11)] * 3, baselines, 4) if untrained else None,
+        rows=tuple(prompt_figures(record, 4) for record in records),
+    )  # fmt: skip
+
+
+METRICS = [
+    {"step": n, "loss": 5 / n, "accuracy_slot_1": n / 20, "tokens_per_second": 900.0 + n, "memory_rss": 2.0**30, "memory_peak_0": 2.0**31}
+    for n in range(1, 10)
+]
+
+
+@pytest.mark.parametrize(("metrics", "untrained", "rounds"), [(METRICS, True, [3, 0, 1]), (METRICS[:1], False, [0]), ([], False, [])])
+def test_every_run_gets_every_picture(metrics: list[dict[str, float]], untrained: bool, rounds: list[int], tmp_path: Path) -> None:
+    paths = write_plots(tmp_path, metrics, result(untrained=untrained, rounds=rounds))
+    assert set(paths) == NAMES
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in NAMES}, "no temporary file is left"
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths.values())
+
+
+def test_threads_draw_the_same_picture_as_the_main_thread(tmp_path: Path) -> None:
+    def picture(name: str) -> bytes:
+        report_figure(METRICS, result(untrained=True, rounds=[3, 0])).savefig(tmp_path / name, format="png", dpi=40)
+        return (tmp_path / name).read_bytes()
+
+    alone = picture("alone")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(picture, ["one", "other"])) == [alone, alone]
+
+
+def test_the_report_states_the_headline_figures() -> None:
+    evaluation = result(untrained=True, rounds=[3, 0, 1])
+    figure = report_figure(METRICS, evaluation)
+    texts = {text.get_text() for part in figure.subfigs for axes in part.axes for text in axes.texts} | {
+        text.get_text() for text in figure.subfigs[0].texts
+    }
+    assert "DFlash drafter for tiny" in texts
+    assert {"100 %", "2.33", f"{evaluation.trained.speedup:.2f}×"} <= texts
+    assert any("1.00 before training" in text for text in texts)
+
+
+def test_neither_pyplot_nor_its_state_is_touched_and_the_core_does_without_matplotlib() -> None:
+    code = (
+        "import sys, dflash_core.evaluation; assert 'matplotlib' not in sys.modules;"
+        "import dflash_core.evaluation.plots; assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_metrics_are_read_up_to_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2}\n{"step": 3, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
+    assert series(read_metrics(path), "loss") == ([1], [2.0])
+
+
+def test_running_mean_keeps_constants_and_the_length() -> None:
+    assert running_mean([]) == []
+    assert running_mean([2.0] * 50) == [2.0] * 50
+    smooth = running_mean([math.sin(n) for n in range(100)], share=0.2)
+    assert len(smooth) == 100
+    assert max(map(abs, smooth[10:90])) < 0.15
