@@ -27,7 +27,7 @@ class MetricLog:
         self._forget_after(resumed_step)
 
     def add(self, record: StepRecord) -> None:
-        """Take in a step; records and reports when a window is full."""
+        """Take in a step; records and reports when ``log_every`` steps have come together, or at a checkpoint (``flush``)."""
         self._window.append(record)
         if record.state.step % self._log_every == 0:
             self.flush()

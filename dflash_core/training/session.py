@@ -11,6 +11,7 @@ in an unknown state, so whoever tries again warms up again and resumes from the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import time
@@ -26,9 +27,9 @@ from torch import Tensor
 from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint
-from dflash_core.errors import WarmUpError
+from dflash_core.errors import CheckpointError, WarmUpError
 from dflash_core.feed import RowSource, ShardRows, steps_available
-from dflash_core.shards import ShardDataset
+from dflash_core.shards import ShardDataset, expected_of
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingState, newest_training_checkpoint
 from dflash_core.training.guard import compiled_graphs, prepare_for_threads
@@ -43,6 +44,9 @@ _FREE = {
     "objective": {"chunk_slots"},
     "drafter": {"initial_checkpoint"},
 }
+
+
+_FREE_TO_CHANGE = ("block_size", "target_name")  # between drafter.initial_checkpoint and this run
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,11 @@ def warm_up(
 
     Raises:
         WarmUpError: not called on the main thread.
+        ShardError: the shards are of another target or of other layers.
         ConfigError: the data holds less than one step.
         CheckpointError: the checkpoint in ``folder`` belongs to other settings, or all are damaged.
     """
+    dataset.card.require(expected_of(info, DFlashConfig.from_target(info, config.drafter).tap_layers), dataset.folder)
     source = ShardRows(dataset, config.training, config.run.seed)
     settings = {**config_settings(config), "digest of the target": info.digest, "digest of the shards": dataset.digest}
     return warm_up_source(config, run_id=run_id, source=source, settings=settings, info=info, vocabulary=vocabulary, folder=folder)
@@ -176,11 +182,25 @@ def warm_up_source(
 
 
 def initial_weights(config: PipelineConfig, drafter_config: DFlashConfig) -> dict[str, Tensor]:
-    """fp32 weights that training starts from: those of ``drafter.initial_checkpoint``, or fresh ones from ``run.seed``."""
-    if config.drafter.initial_checkpoint is not None:
-        drafter = load_checkpoint(config.drafter.initial_checkpoint)
-    else:
+    """fp32 weights that training starts from: those of ``drafter.initial_checkpoint``, or fresh ones from ``run.seed``.
+
+    Raises:
+        CheckpointError: the initial checkpoint cannot be read, or is of a drafter of another shape.
+    """
+    start = config.drafter.initial_checkpoint
+    if start is None:
         drafter = DFlashDrafter(drafter_config).init_weights(config.run.seed)
+    else:
+        drafter = load_checkpoint(start)
+        wanted, found = dataclasses.asdict(drafter_config), dataclasses.asdict(drafter.config)
+        # The block size may change: a drafter of 16 is a good start for one of 8. The name of the target is a matter of spelling.
+        differing = [
+            f"{name} is {found[name]}, here {wanted[name]}" for name in wanted if found[name] != wanted[name] and name not in _FREE_TO_CHANGE
+        ]
+        if differing:
+            raise CheckpointError(
+                f"The drafter in {start} has another shape: {'; '.join(differing)}. Choose one made for this target and these settings."
+            )
     return {name: parameter.detach().float() for name, parameter in drafter.named_parameters()}
 
 

@@ -3,7 +3,7 @@
     result = DrafterTrainer(TrainingSession.get(run_id, config)).run(on_metrics)
     result = train(config, run_id=..., dataset=..., info=..., vocabulary=..., folder=...)    # warms up first if nobody has
 
-The main thread never joins a thread (before Python 3.13 a signal during a join loses the thread); it waits on futures, a moment at a time,
+The main thread never joins a thread (before Python 3.13 a signal during a join loses the thread); it waits on an event, a moment at a time,
 and in between passes metrics on and looks for stalls. Whatever reaches it from outside (Ctrl-C, Prefect's TerminationSignal) becomes a stop
 vote: the workers agree to stop after the same step, replica 0 writes a checkpoint, and then the signal goes on its way.
 
@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,39 +168,52 @@ class _Supervisor:
             context = contextvars.copy_context()  # Prefect's run context and torch's configuration are kept in it
             threading.Thread(target=context.run, args=(worker.run,), name=worker.replica.name, daemon=True).start()
         try:
-            while not self._wait(min(_LOOK_EVERY_S, self._stall_timeout_s / 4)):
-                self._pass_on_records()
-                self._check_progress()
-            self._pass_on_records()
-            self._log.flush()
+            self._wait_and_record(None)
         except BaseException:
             self._shared.stop.set()
-            if not self._wait(_GRACE_S):
+            self._log.mute()  # whoever listens may be what failed; the file still gets the last steps
+            if not self._wait_and_record(_GRACE_S):
                 logger.warning("Stopping without a checkpoint of the last steps, since %s.", self._who_waits_for_what())
                 self._shared.abort()
                 self._wait(_ABORT_GRACE_S)
-            self._log.mute()  # whoever listens may be what failed; the file still gets the last steps
-            self._pass_on_records()
-            self._log.flush()
             raise
         if self._shared.failures:
             raise self._shared.failures[0]
         return self._workers[0].future.result()
 
+    def _wait_and_record(self, seconds: float | None) -> bool:
+        """Record steps until all workers have ended (True) or the time is up (False). Without a time limit, a stall is an error."""
+        deadline = time.monotonic() + (seconds or 0.0)
+        while not self._wait(min(_LOOK_EVERY_S, self._stall_timeout_s / 4)):
+            self._pass_on_records()
+            if seconds is None:
+                self._check_progress()
+            elif time.monotonic() > deadline:
+                return False
+        self._pass_on_records()
+        self._log.flush()
+        return True
+
     def _wait(self, seconds: float) -> bool:
         """True once all workers have ended. After a failure the rest ends within ``_ABORT_GRACE_S`` or is left behind."""
+        self._shared.wake.wait(seconds)
+        self._shared.wake.clear()
         futures = [worker.future for worker in self._workers]
-        running = wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION).not_done
-        if running and self._shared.failures:
-            running = wait(futures, timeout=_ABORT_GRACE_S).not_done
-            if running:
+        if self._shared.failures:
+            if wait(futures, timeout=_ABORT_GRACE_S).not_done:
                 logger.warning("Left behind after a failure: %s.", self._who_waits_for_what())
             return True
-        return not running
+        return all(future.done() for future in futures)
 
     def _pass_on_records(self) -> None:
         while self._shared.records:
             record = self._shared.records.popleft()
+            if isinstance(record, threading.Event):
+                try:
+                    self._log.flush()
+                finally:
+                    record.set()
+                continue
             if record.totals.skipped:
                 logger.warning("Step %d was skipped on all replicas: %s.", record.state.step, describe_nonfinite(record.totals))
             self._progress(record.state.step, self._shared.session.total_steps, "steps")

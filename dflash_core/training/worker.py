@@ -59,9 +59,10 @@ class Shared:
         self.stop = threading.Event()
         self.user_stop = user_stop
         self.aborted = threading.Event()
+        self.wake = threading.Event()  # there is something for the main thread to look at
         self.failures: list[BaseException] = []
         self.last_progress = time.monotonic()
-        self.records: deque[StepRecord] = deque()
+        self.records: deque[StepRecord | threading.Event] = deque()  # an event is set once everything before it has been recorded
         self.save: Callable[[TrainingCheckpoint], None] = lambda checkpoint: None
 
     @property
@@ -73,6 +74,14 @@ class Shared:
         self.aborted.set()
         self.session.syncs[0].meeting.abort()
         self.feed.close()
+
+    def wait_for_records(self) -> None:
+        """Return once the main thread has recorded every step so far, so that a checkpoint never knows of steps that the metrics do not."""
+        recorded = threading.Event()
+        self.records.append(recorded)
+        self.wake.set()
+        while not recorded.wait(1.0):
+            self.check()
 
     def check(self) -> None:
         """Raises ``InterruptedByOthers`` once aborted."""
@@ -106,6 +115,7 @@ class Worker:
             self.future.set_result(self._state)
         except BaseException as error:
             self._fail(error)
+        self.shared.wake.set()
 
     def _fail(self, error: BaseException) -> None:
         """The first error is the cause; what other threads meet after it is its consequence."""
@@ -177,8 +187,8 @@ class Worker:
             self._stopping |= totals.stop
             if in_row >= self._training.max_nonfinite_steps:
                 raise TrainingError(
-                    f"The gradients of {in_row} steps in a row, the last of them step {step + 1}, were not finite ({describe_nonfinite(totals)}); "
-                    "none of these was applied. Look for NaN in the features of these rows (`dflashctl shards verify`), lower training.learning_rate, "
+                    f"The gradients of {in_row} steps in a row, the last of them step {step + 1}, were not finite ({describe_nonfinite(totals)}). "
+                    "None was applied. Look for NaN in the features of these rows (`dflashctl shards verify`), lower training.learning_rate, "
                     "or try training.precision = float32. Start again to resume from the last checkpoint."
                 )
 
@@ -186,6 +196,8 @@ class Worker:
         """Replica 0 writes; all replicas are equal at a step's end, and the others meet it again in the next step."""
         if self.replica.index != 0:
             return
+        self.beacon(f"waits for the main thread to record step {self._state.step}")
+        self.shared.wait_for_records()
         self.beacon(f"writes the checkpoint of step {self._state.step}")
         replica = self.replica
         self._state = replace(self._state, updates=replica.updates)

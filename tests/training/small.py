@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from dflash_core.config import PipelineConfig, parse_config
-from dflash_core.drafter import sample_anchors
+from dflash_core.config import ExtractionConfig, PipelineConfig, parse_config
+from dflash_core.drafter import default_tap_layers, sample_anchors
 from dflash_core.feed import Row
+from dflash_core.shards import ShardDataset, extract
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession
 from dflash_core.training.session import WarmUpReport, config_settings, warm_up_source
@@ -19,8 +21,9 @@ H, V, TAPS, ROW_LENGTH = 64, 256, 2, 48
 
 INFO = TargetInfo(
     name="small", path="/nowhere", revision=None, digest="d" * 64, tokenizer_digest="t" * 64, template_digest=None, model_type="llama",
-    num_layers=6, hidden_size=H, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=V, rms_norm_eps=1e-5, attention_bias=False,
-    rope_theta=10000.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(2,),
+    num_layers=6, hidden_size=H, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=V, rms_norm_eps=1e-5,
+    attention_bias=False, rope_theta=10000.0, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=512,
+    tie_word_embeddings=True, eos_token_ids=(2,),
     pad_token_id=0, bos_token_id=1, embedding_scale=1.0, logit_softcap=None, logit_scale=1.0,
 )  # fmt: skip
 
@@ -55,6 +58,41 @@ class SmallRows:
             ordinal=ordinal, epoch=0, features=features, tokens=tokens, document_ids=ids, positions=positions, loss_mask=mask, anchors=anchors,
             sample_ids=(f"row {ordinal}",),
         )  # fmt: skip
+
+
+class SmallSamples:
+    """The sample table of a dataset of shards."""
+
+    def __init__(self, count: int = 40):
+        draws = np.random.default_rng(3)
+        self.lengths = draws.integers(12, ROW_LENGTH, size=count)
+        self.digest = f"small-{count}"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, i: int) -> np.ndarray:
+        return np.random.default_rng([4, i]).integers(8, 40, size=self.lengths[i]).astype(np.int32)
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        return np.arange(self.lengths[i]) >= 4
+
+    def id(self, i: int) -> str:
+        return f"sample-{i}"
+
+
+def make_shards(folder: Path, info: TargetInfo = INFO) -> ShardDataset:
+    """Shards whose features are, as in ``SmallRows``, the embeddings of the next two tokens."""
+    embeddings = vocabulary().embedding_weight
+
+    def hidden_states(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        return torch.cat([embeddings[ids_BT.roll(-1, dims=1)], embeddings[ids_BT.roll(-2, dims=1)]], dim=-1)
+
+    settings = ExtractionConfig(samples_per_shard=16, batch_tokens=256, feature_dtype="bfloat16")
+    taps = default_tap_layers(info.num_layers, TAPS)
+    samples: Any = SmallSamples()
+    extract(settings, info, hidden_states, samples, folder, tap_layers=taps, target_dtype="float32", code_version=1)
+    return ShardDataset(folder)
 
 
 def config(replicas: int = 2, **training: Any) -> PipelineConfig:

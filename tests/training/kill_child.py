@@ -1,0 +1,79 @@
+"""Train in forked children that kill themselves with SIGKILL at chosen moments, over and over in one folder, until one finishes.
+
+    python -m tests.training.kill_child WORKSPACE REPLICAS
+
+The parent only imports and forks, so a child starts in no time. Prints one line per child: where it was killed and how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from dflash_core.shards import ShardDataset
+from dflash_core.training import train, trainer
+from dflash_core.training.replica import Replica
+from tests.training.small import INFO, config, make_shards, vocabulary
+
+STEPS = 8
+
+
+def main(workspace: Path, replicas: int) -> None:
+    child(lambda: make_shards(workspace / "shards") and None)
+    assert in_child(workspace, "calm", replicas, None) == 0
+    # A checkpoint is 5 syncs; 2 come before the first, of the metrics file. Micro-steps are counted on the last replica. The last two moments
+    # are before and after the final weights are written.
+    moments = [("micro_step", 2), ("fsync", 4), ("micro_step", 4), ("fsync", 9), ("micro_step", 1), ("save_file", 1), ("write_json_atomic", 1)]
+    for moment in moments:
+        status = in_child(workspace, "killed", replicas, moment)
+        print(moment, "killed" if os.WIFSIGNALED(status) else "ended")
+    assert in_child(workspace, "killed", replicas, None) == 0
+
+
+def in_child(workspace: Path, name: str, replicas: int, moment: tuple[str, int] | None) -> int:
+    def work() -> None:
+        if moment is not None:
+            kill_at(*moment, replicas - 1)
+        dataset = ShardDataset(workspace / "shards")
+        settings = config(replicas, accumulation_steps=2 // replicas, max_steps=STEPS)
+        train(settings, run_id="killed", dataset=dataset, info=INFO, vocabulary=vocabulary(), folder=workspace / name)
+
+    return child(work)
+
+
+def child(work: Any) -> int:
+    """Do ``work`` in a forked process; returns its wait status."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    return os.waitpid(process, 0)[1]
+
+
+def kill_at(what: str, count: int, replica: int) -> None:
+    """SIGKILL this process at the ``count``-th micro-step of a replica's worker, or at the ``count``-th call of another function."""
+    seen = 0
+    owner: Any = {"micro_step": Replica, "fsync": os}.get(what, trainer)
+    original = getattr(owner, what)
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal seen
+        if what != "micro_step" or (arguments[0].index == replica and threading.current_thread() is not threading.main_thread()):
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    setattr(owner, what, watched)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

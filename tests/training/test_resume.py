@@ -1,0 +1,63 @@
+"""The real thing from shards to final weights, and through SIGKILLs."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, save_checkpoint
+from dflash_core.errors import CheckpointError, ShardError
+from dflash_core.training import train, warm_up
+from dflash_core.training.session import initial_weights
+from tests.training.small import INFO, config, final_weights, losses, make_shards, vocabulary
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_after_kills_at_any_moment_the_final_weights_are_those_of_an_undisturbed_run_bit_for_bit(tmp_path: Path, replicas: int) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.kill_child", str(tmp_path), str(replicas)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("killed") == 7, done.stdout
+    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "calm")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "calm")
+    assert len(losses(tmp_path / "calm")) == 8
+
+
+def test_training_without_a_warm_up_warms_up_first_and_learns_from_shards(tmp_path: Path) -> None:
+    dataset = make_shards(tmp_path / "shards")
+    result = train(config(max_steps=12), run_id="run", dataset=dataset, info=INFO, vocabulary=vocabulary(), folder=tmp_path / "train")
+    assert result.finished
+    curve = losses(tmp_path / "train")
+    assert curve[-1] < curve[0] - 0.1
+    assert result.weights is not None
+    weights = load_file(result.weights)
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == DFlashConfig.from_target(INFO, config().drafter).tensor_shapes()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_shards_of_another_target_are_refused_with_both_digests(tmp_path: Path) -> None:
+    dataset = make_shards(tmp_path / "shards", dataclasses.replace(INFO, digest="e" * 64))
+    with pytest.raises(ShardError, match=r"target_digest: the shards have 'eeee.*this run needs 'dddd"):
+        warm_up(config(), run_id="run", dataset=dataset, info=INFO, vocabulary=vocabulary(), folder=tmp_path / "train")
+
+
+def test_training_goes_on_from_an_initial_checkpoint_of_the_same_shape_only(tmp_path: Path) -> None:
+    drafter_config = DFlashConfig.from_target(INFO, config().drafter)
+    drafter = DFlashDrafter(drafter_config).init_weights(9)
+    save_checkpoint(drafter, tmp_path / "start")
+    given = config().model_copy(update={"drafter": config().drafter.model_copy(update={"initial_checkpoint": tmp_path / "start"})})
+    weights = initial_weights(given, drafter_config)
+    assert all(torch.equal(weights[name], parameter.detach()) for name, parameter in drafter.named_parameters())
+    with pytest.raises(CheckpointError, match=r"num_layers is 2, here 3"):
+        initial_weights(given, dataclasses.replace(drafter_config, num_layers=3))
