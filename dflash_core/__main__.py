@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 
 from dflash_core.config import load_config
 from dflash_core.errors import DFlashError, InputError
@@ -56,7 +57,7 @@ def _run(plan: Plan, names: tuple[str, ...]) -> dict[str, StageResult]:
     return results
 
 
-def _print_metrics(step: int, metrics: dict[str, float]) -> None:  # type: ignore[override]
+def _print_metrics(step: int, metrics: Mapping[str, float]) -> None:
     if step % 20 == 0 or step == 1:
         print(f"  step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "slot" not in name), flush=True)
 

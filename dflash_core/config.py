@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -382,7 +382,7 @@ def _section_in(annotation: Any) -> type[Section] | None:
 def annotated_yaml(config: PipelineConfig) -> str:
     """The whole tree as YAML with meaning, type and default of every key as comments; loads back to the same config."""
     lines: list[str] = []
-    _annotate(config, cast(dict[str, Any], config.model_dump(mode="json")), 0, lines)
+    _annotate(config, config.model_dump(mode="json"), 0, lines)
     return "\n".join(lines) + "\n"
 
 

@@ -372,7 +372,16 @@ def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: Met
 
 def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
     tokenizer = load_tokenizer(plan.info.path, plan.config.target.trust_remote_code)
-    return dict(write_samples(plan.config, tokenizer, plan.folder("responses"), folder))
+    counts = write_samples(
+        plan.config,
+        tokenizer,
+        plan.folder("responses"),
+        folder,
+        tokenizer_digest=plan.info.tokenizer_digest,
+        template_digest=plan.info.template_digest,
+        progress=progress,
+    )
+    return dict(counts)
 
 
 def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
