@@ -114,7 +114,7 @@ def _amounts(plan: Plan) -> tuple[int, int, int, bool]:
     found = plan.stage("samples")
     if found.manifest is not None:
         counts = found.manifest.counts
-        return int(counts["train_samples"]), int(counts["train_tokens"]), int(counts["train_supervised_tokens"]), True
+        return int(counts["train"]), int(counts["train_tokens"]), int(counts["train_supervised"]), True
     data = plan.config.data
     samples = sum(item.limit or _count_rows(item.source) for item in data.sources)
     response = min(data.generation.max_new_tokens, data.max_length)

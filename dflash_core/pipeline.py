@@ -475,7 +475,7 @@ def _card_facts(plan: Plan) -> dict[str, object]:
     figures = evaluation_of(plan.folder("evaluate"))
     trained = figures.trained
     return {
-        "training data": f"{samples.counts['train_samples']} conversations, {samples.counts['train_supervised_tokens']:,} response tokens"
+        "training data": f"{samples.counts['train']} conversations, {samples.counts['train_supervised']:,} response tokens"
         if samples
         else "",
         "digest of the data": f"`{plan.key('samples')}`",
