@@ -18,7 +18,7 @@ _TASK_FILES = {  # member of the wheel → sha256
     "reasoning_gym/data/codeio.jsonl.gz": "a088810cf4d020279ec50dc5e64f25b7eccc8a428a6f76a25c70c126e4370f33",
     "reasoning_gym/data/codeio-hq.jsonl.gz": "7f2effca40d6412d9f7ccf37e866c5416984e20b2b59d84b4e16b38b18cd5c00",
 }
-_LONGEST_TASK = 280  # characters, about 60 tokens: the demo's two cores read every prompt
+_LONGEST_TASK = 240  # characters, about 50 tokens: the demo's two cores read every prompt
 _INSTRUCTION = "Write a short Python function that solves this task. Answer with the code only.\n\n{task}"
 
 

@@ -101,11 +101,11 @@ def token_mask(text: str, offsets: Sequence[Region], special: Sequence[bool], re
 
 
 def _placeholders(messages: Sequence[Message]) -> list[str]:
-    """For each message a word that no message contains."""
-    word = "PlaceHolder"
-    while any(word in message.content for message in messages):
-        word += "X"
-    return [f"{word}{index}End" for index in range(len(messages))]
+    """For each message a number that no message contains; digits pass through templates that strip or change case."""
+    number = "314159265358979"
+    while any(number in message.content for message in messages):
+        number += "3"
+    return [f"{number}{index:05d}" for index in range(len(messages))]
 
 
 def _with_holders(messages: Sequence[Message], holders: Sequence[str]) -> list[Message]:

@@ -36,7 +36,7 @@ _BATCHES_PER_WINDOW = 16  # conversations in flight together; prompts of one len
 class Generate(Protocol):
     """What a target offers: responses to prompts (token ids), in their order; prompt i draws from its own ``seeds[i]`` when sampling."""
 
-    def __call__(self, prompts: list[list[int]], generation: GenerationConfig, *, seeds: list[int]) -> list[Response]: ...
+    def __call__(self, prompts: list[list[int]], generation: GenerationConfig, /, *, seeds: list[int]) -> list[Response]: ...
 
 
 @dataclass(frozen=True)

@@ -54,15 +54,15 @@ def write_samples(
         tokenizer_digest, template_digest: of the target, for the card.
 
     Returns:
-        counts: conversations, rejected, cut (samples that lost their tail to ``data.max_length``), and for each side (train, heldout) the
-        samples, ``<side>_tokens`` and ``<side>_supervised`` tokens.
+        counts: conversations, rejected, reach_max_length (samples of the full ``data.max_length``, mostly cut off there), and for each side
+        (train, heldout) the samples, ``<side>_tokens`` and ``<side>_supervised`` tokens.
 
     Raises:
         DataError: too many conversations are rejected, or a side is empty.
     """
     check_tokenizer(tokenizer)
     out_folder.mkdir(parents=True, exist_ok=True)
-    cut = 0
+    reach_max_length = 0
     with contextlib.ExitStack() as stack:
         rejected = stack.enter_context(RejectLog(out_folder / "rejected.jsonl"))
         writers = {side: stack.enter_context(_SampleWriter(out_folder / f"{side}.parquet")) for side in SIDES}
@@ -76,13 +76,13 @@ def write_samples(
             writer = writers["heldout" if is_heldout(answered.conversation, config.data.heldout_fraction) else "train"]
             for sample in samples:
                 writer.add(sample)
-                cut += len(sample.tokens) == config.data.max_length
+                reach_max_length += len(sample.tokens) == config.data.max_length
             progress(rejected.seen, 0, "conversations")
         rejected.check(config.data.max_rejected_fraction)
         for side, writer in writers.items():
             if writer.rows == 0:
                 raise _empty_side(side, rejected.seen, config.data.heldout_fraction)
-    counts = {"conversations": rejected.seen, "rejected": rejected.count, "cut": cut}
+    counts = {"conversations": rejected.seen, "rejected": rejected.count, "reach_max_length": reach_max_length}
     for side, writer in writers.items():
         counts |= {side: writer.rows, f"{side}_tokens": writer.tokens, f"{side}_supervised": writer.supervised}
     digests = {f"{side}_digest": writer.digest for side, writer in writers.items()}

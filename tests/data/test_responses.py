@@ -1,0 +1,262 @@
+"""Regeneration answers every assistant turn once, survives being killed at any moment, and repeats itself byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_core.config import GenerationConfig
+from dflash_core.data import Response, build_responses, read_responses, render_prompt, save_response_cache
+from dflash_core.data.cache import Journal, cache_key, read_response_cache, write_response_cache
+from dflash_core.errors import DataError
+from tests.data import tiny
+from tests.data.tiny import Echo, make_config, make_tokenizer
+
+RESULTS = ("conversations.jsonl.gz", "counts.json", "rejected.jsonl")
+
+
+def _chat(*turns: str) -> dict[str, Any]:
+    return {"messages": [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(turns)]}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _many(count: int = 23) -> list[dict[str, Any]]:
+    return [_chat(*["word " * (1 + index % 5) + str(index), "old answer", "and then?", "old answer"][: 1 + index % 4]) for index in range(count)]
+
+
+def _build(folder: Path, source: str, generate: Any, **data: Any) -> dict[str, int]:
+    config = make_config(source, **{"generation": {"batch_size": 2, "max_new_tokens": 8}, **data})
+    return build_responses(config, make_tokenizer(tiny.CHATML), generate, folder, target_digest="target")
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    assert sorted(path.name for path in folder.iterdir()) == sorted(RESULTS)
+    return {name: (folder / name).read_bytes() for name in RESULTS}
+
+
+def test_every_assistant_turn_is_answered_from_the_history_of_new_answers(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tiny.CHATML)
+    echo = Echo(tokenizer)
+    source = _write(tmp_path / "p.jsonl", [_chat("Q1", "old", "Q2", "old", "Q3"), _chat("only")])
+    counts = _build(tmp_path / "out", source, echo)
+    first, second = read_responses(tmp_path / "out")
+    assert [message.role for message in first.conversation.messages] == ["user", "assistant"] * 3
+    assert "old" not in [message.content for message in first.conversation.messages]
+    assert first.responses is not None
+    assert second.responses is not None
+    assert (len(first.responses), len(second.responses)) == (3, 1)
+    asked = [prompt for batch in echo.batches for prompt in batch]
+    assert [render_prompt(tokenizer, first.conversation.messages[:turn]) in asked for turn in (1, 3, 5)] == [True] * 3
+    tokens = sum(len(response.tokens) for response in (*first.responses, *second.responses))
+    expected = {"rows": 2, "rejected": 0, "duplicates": 0, "conversations": 2, "turns": 4, "generated": 4, "from_cache": 0, "response_tokens": tokens}
+    assert {name: counts[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_interrupted_after_any_batch_and_started_again_gives_the_same_bytes_and_repeats_no_batch(tmp_path: Path, temperature: float) -> None:
+    source = _write(tmp_path / "p.jsonl", _many(9))
+    settings = {"generation": {"batch_size": 2, "max_new_tokens": 8, "temperature": temperature}}
+    whole = Echo(make_tokenizer(tiny.CHATML))
+    _build(tmp_path / "whole", source, whole, **settings)
+    for batches in range(len(whole.batches)):
+        folder = tmp_path / f"out{batches}"
+        first = Echo(make_tokenizer(tiny.CHATML), die_after=batches)
+        with pytest.raises(KeyboardInterrupt):
+            _build(folder, source, first, **settings)
+        second = Echo(make_tokenizer(tiny.CHATML))
+        _build(folder, source, second, **settings)
+        assert first.batches + second.batches == whole.batches
+        assert _bytes(folder) == _bytes(tmp_path / "whole")
+
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.data import tiny
+from tests.data.test_responses import _build
+echo = tiny.Echo(tiny.make_tokenizer(tiny.CHATML))
+def generate(prompts, generation, /, *, seeds):
+    time.sleep(0.02)
+    print(len(echo.batches), flush=True)
+    return echo(prompts, generation, seeds=seeds)
+_build(Path(sys.argv[1]), sys.argv[2], generate)
+print("done", flush=True)
+"""
+
+
+def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    source = _write(tmp_path / "p.jsonl", _many())
+    whole = Echo(make_tokenizer(tiny.CHATML))
+    _build(tmp_path / "whole", source, whole)
+    begun = 0
+    for stop_at in (3, 6, None):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "out"), source], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+        assert child.stdout is not None
+        for line in child.stdout:
+            begun += line.strip() != "done"
+            if stop_at is not None and line.strip() == str(stop_at):
+                os.kill(child.pid, signal.SIGKILL)
+                break
+        child.stdout.close()
+        child.wait()
+    assert begun <= len(whole.batches) + 2  # at most the batch that was being generated at each kill
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in RESULTS} == _bytes(tmp_path / "whole")
+
+
+def test_a_torn_or_damaged_journal_costs_the_damaged_batches_only(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    answers = {f"batch{i}": [Response((i, 5), "stop"), Response((i,), "length")] for i in range(4)}
+    with Journal(path) as journal:
+        for key, responses in answers.items():
+            journal.append(key, responses)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        lines = whole[:length].count(b"\n")
+        with Journal(path) as journal:
+            assert [journal.get(key) for key in answers] == [*list(answers.values())[:lines], *[None] * (4 - lines)]
+            for key in list(answers)[lines:]:
+                journal.append(key, answers[key])
+        assert path.read_bytes() == whole
+
+
+def test_a_finished_folder_is_not_made_again(tmp_path: Path) -> None:
+    source = _write(tmp_path / "p.jsonl", _many(3))
+    counts = _build(tmp_path / "out", source, Echo(make_tokenizer(tiny.CHATML)))
+    again = Echo(make_tokenizer(tiny.CHATML))
+    assert _build(tmp_path / "out", source, again) == counts
+    assert again.batches == []
+
+
+def test_sampling_draws_from_a_seed_of_each_conversation_so_order_and_neighbours_do_not_matter(tmp_path: Path) -> None:
+    seeds: dict[tuple[int, ...], int] = {}
+
+    def generate(
+        prompts: list[list[int]], generation: GenerationConfig, /, *, seeds_seen: dict[Any, int] = seeds, seeds: list[int]
+    ) -> list[Response]:
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            assert seeds_seen.setdefault(tuple(prompt), seed) == seed
+        return [Response((1,), "stop") for _ in prompts]
+
+    rows = [{"prompt": f"prompt {i}", "id": i} for i in range(7)]
+    sampling = {"generation": {"batch_size": 3, "temperature": 1.0}}
+    _build(tmp_path / "a", _write(tmp_path / "a.jsonl", rows), generate, **sampling)
+    _build(tmp_path / "b", _write(tmp_path / "b.jsonl", rows[::-2]), generate, **sampling)
+    assert len(set(seeds.values())) == 7
+
+
+def test_duplicates_are_dropped_and_counted_whatever_their_spacing_or_old_answers(tmp_path: Path) -> None:
+    rows = [
+        _chat("What is  this?"),
+        _chat(" What is\nthis? "),
+        _chat("What is this?", "an answer"),
+        _chat("what is this?"),
+        _chat("What is this?", "a", "And?"),
+    ]
+    counts = _build(tmp_path / "out", _write(tmp_path / "p.jsonl", rows), Echo(make_tokenizer(tiny.CHATML)))
+    assert (counts["duplicates"], counts["conversations"]) == (2, 3)
+    kept = _build(tmp_path / "kept", _write(tmp_path / "q.jsonl", [rows[2], rows[2], _chat("What is this?", "another")]), None, regenerate="never")
+    assert (kept["duplicates"], kept["conversations"]) == (1, 2)
+
+
+def test_kept_responses_need_no_target_and_a_missing_one_is_rejected_with_the_remedy(tmp_path: Path) -> None:
+    source = _write(tmp_path / "p.jsonl", [_chat("Q", "A"), _chat("Q2"), _chat("Q3", " ")])
+    _build(tmp_path / "out", source, None, regenerate="never", max_rejected_fraction=0.7)
+    [answered] = read_responses(tmp_path / "out")
+    assert answered.responses is None
+    rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert [row["where"] for row in rejected] == ["p.jsonl:2", "p.jsonl:3"]
+    assert "has no response, and data.regenerate is 'never'" in rejected[0]["reason"]
+    assert "Set data.regenerate to 'auto'" in rejected[0]["remedy"]
+    assert "empty response" in rejected[1]["reason"]
+    with pytest.raises(DataError, match=r"max_rejected_fraction = 0.5: 2 of 3 rows"):
+        _build(tmp_path / "strict", source, None, regenerate="never", max_rejected_fraction=0.5)
+
+
+def test_what_cannot_be_generated_is_rejected_before_anything_is_generated(tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}, {"role": "system", "content": "s"}],
+            "id": "ends with system",
+        },
+        {"prompt": "long " * 100, "id": "too long"},
+        {"prompt": "good", "id": "good"},
+    ]
+    echo = Echo(make_tokenizer(tiny.CHATML))
+    source = _write(tmp_path / "p.jsonl", rows)
+    with pytest.raises(DataError):
+        _build(tmp_path / "strict", source, echo, max_length=64)
+    assert echo.batches == []
+    _build(tmp_path / "out", source, echo, max_length=64, max_rejected_fraction=0.9)
+    rejected = {row["where"]: row["reason"] for row in map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())}
+    assert rejected.keys() == {"ends with system", "too long"}
+    assert "is not the user's" in rejected["ends with system"]
+    assert "more than the 62 tokens that data.max_length = 64" in rejected["too long"]
+
+
+def test_a_template_that_refuses_the_roles_rejects_the_conversation(tmp_path: Path) -> None:
+    config = make_config(_write(tmp_path / "p.jsonl", [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Q"}]}]))
+    with pytest.raises(DataError, match="System role not supported"):
+        build_responses(config, make_tokenizer(tiny.LLAMA2), Echo(make_tokenizer(tiny.CHATML)), tmp_path / "out", target_digest="t")
+
+
+def test_a_history_that_outgrows_max_length_ends_the_conversation_after_its_last_response(tmp_path: Path) -> None:
+    source = _write(tmp_path / "p.jsonl", [_chat("Q1", "old", "long " * 50, "old")])
+    _build(tmp_path / "out", source, Echo(make_tokenizer(tiny.CHATML)), max_length=64)
+    [answered] = read_responses(tmp_path / "out")
+    assert [message.role for message in answered.conversation.messages] == ["user", "assistant"]
+
+
+def test_the_cache_answers_in_place_of_the_target_under_the_same_digest_and_settings_only(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tiny.CHATML)
+    source = _write(tmp_path / "p.jsonl", _many(8))
+    _build(tmp_path / "first", source, Echo(tokenizer))
+    generation = {"batch_size": 2, "max_new_tokens": 8}
+    cache = tmp_path / "cache.jsonl.gz"
+    count = save_response_cache(make_config(source, generation=generation), tokenizer, tmp_path / "first", cache, target_digest="target")
+    before = cache.read_bytes()
+    save_response_cache(make_config(source, generation=generation), tokenizer, tmp_path / "first", cache, target_digest="target")
+    assert cache.read_bytes() == before
+
+    counts = _build(tmp_path / "cached", source, None, response_cache=str(cache))
+    assert (counts["generated"], counts["from_cache"]) == (0, count)
+    assert (tmp_path / "cached" / RESULTS[0]).read_bytes() == (tmp_path / "first" / RESULTS[0]).read_bytes()
+    for change in ({"regenerate": "always"}, {"generation": {**generation, "max_new_tokens": 9}}, {"generation": {**generation, "temperature": 1.0}}):
+        counts = _build(tmp_path / f"fresh {change}".replace("/", ""), source, Echo(tokenizer), **{"response_cache": str(cache), **change})
+        assert counts["from_cache"] == 0
+    assert read_response_cache(cache, "another target", GenerationConfig(max_new_tokens=8)) == {}
+    same = GenerationConfig(max_new_tokens=8, batch_size=99, top_k=3)  # greedy: neither counts
+    assert len(read_response_cache(cache, "target", same)) == count
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"target": "t"}', '{"target": "t", "generation": "G", "prompt": "p", "tokens": ["a"], "finish_reason": "stop"}']
+)
+def test_a_damaged_cache_is_an_error_with_file_and_line(tmp_path: Path, line: str) -> None:
+    path, generation = tmp_path / "cache.jsonl", GenerationConfig()
+    key = cache_key("t", generation, [1])
+    write_response_cache(path, [(key, Response((1, 2), "stop"))])
+    with path.open("a") as file:
+        file.write(line.replace("G", key.generation) + "\n")
+    with pytest.raises(DataError, match=r"cache.jsonl:2.*is not a cached response.*"):
+        read_response_cache(path, "t", generation)
+
+
+def test_progress_reaches_the_number_of_turns(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    config = make_config(_write(tmp_path / "p.jsonl", _many(5)), generation={"batch_size": 2})
+    tokenizer = make_tokenizer(tiny.CHATML)
+    counts = build_responses(config, tokenizer, Echo(tokenizer), tmp_path / "out", target_digest="t", progress=lambda *step: seen.append(step))
+    assert seen[-1] == (counts["turns"], counts["turns"], "responses")
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
