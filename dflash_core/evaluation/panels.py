@@ -95,8 +95,8 @@ def draw_throughput(axes: Any, metrics: Metrics) -> None:
     _style(axes, "Training throughput", "optimiser step", "tokens per second")
     axes.plot(steps, speeds, color=LIGHT, linewidth=1)
     axes.plot(steps, running_mean(speeds), color=BLUE, linewidth=2)
+    axes.margins(x=0.02, y=0.15)
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.02)
 
 
 def draw_memory(axes: Any, metrics: Metrics) -> None:
@@ -106,10 +106,10 @@ def draw_memory(axes: Any, metrics: Metrics) -> None:
     for number, name in enumerate(names):
         steps, values = series(metrics, name)
         axes.plot(steps, [value / 2**30 for value in values], color=_SERIES[number % len(_SERIES)], linewidth=2, label=_memory_label(name))
+    axes.margins(x=0.02, y=0.25)
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.02)
     if names:
-        axes.legend(fontsize=8.5, frameon=False)
+        axes.legend(fontsize=8.5, frameon=False, ncols=3, loc="upper right")
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[float], list[float]]:

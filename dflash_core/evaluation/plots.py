@@ -105,7 +105,8 @@ def _panel() -> Any:
 
 
 def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     FigureCanvasAgg(figure)
     return figure
 
