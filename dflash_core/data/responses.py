@@ -116,8 +116,8 @@ def save_response_cache(config: PipelineConfig, tokenizer: Any, responses_folder
 
 
 def normalised(text: str) -> str:
-    """Text in the form in which prompts are compared: Unicode NFKC, white space runs as one blank."""
-    return " ".join(unicodedata.normalize("NFKC", text).split())
+    """Text in the form in which prompts are compared: Unicode NFC, white space runs as one blank."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def _select(config: PipelineConfig, tokenizer: Any, rejected: RejectLog) -> tuple[list[Conversation], int]:
