@@ -77,6 +77,32 @@ def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     print(f"{config}: valid (run '{loaded.run.name}', target {loaded.target.model}, digest {loaded.digest[:12]})")
 
 
+@app.command()
+@told
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    drafter: Annotated[Path | None, typer.Option(help="An exported drafter's folder. Default: the drafter that CONFIG has trained.")] = None,
+) -> None:
+    """Measure a drafter on the held-out prompts of CONFIG: losslessness, acceptance and speed."""
+    from flows.one_stage import evaluate as evaluate_here
+
+    print(evaluate_here(config, overrides or [], drafter) / "evaluation.json")
+
+
+@app.command()
+@told
+def export(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    to: Annotated[Path | None, typer.Option(help="Copy the folder there. Default: it stays in the workspace.")] = None,
+) -> None:
+    """Write the folder that vLLM, SGLang and Transformers load, check it and print its path."""
+    from flows.one_stage import export as export_here
+
+    print(export_here(config, overrides or [], to))
+
+
 @config_app.command()
 @told
 def annotate(config: ConfigPath, overrides: Overrides = None) -> None:

@@ -15,9 +15,9 @@ from tasks.progress import Watcher, in_words
 LINE_EVERY_S = 10.0
 
 
-def console_watcher(stream: TextIO = sys.stdout) -> Watcher:
-    """The show that fits the stream."""
-    return LiveConsole(stream) if stream.isatty() else PlainConsole(stream)
+def console_watcher() -> Watcher:
+    """The show that fits standard output."""
+    return LiveConsole(sys.stdout) if sys.stdout.isatty() else PlainConsole(sys.stdout)
 
 
 class PlainConsole:

@@ -62,7 +62,7 @@ def print_plan(plan: Plan, stages: dict[str, StagePlan], estimates: dict[str, Es
         console.print("All is done: a run would only verify it.")
     else:
         console.print(
-            f"To do: about {in_time(seconds)}, {in_bytes(disk)} of disk, {in_bytes(memory)} of memory at the most. Times may be off by a factor of two."
+            f"To do: about {in_time(seconds)} (within a factor of two), {in_bytes(disk)} of disk, {in_bytes(memory)} of memory at the most."
         )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -75,23 +76,27 @@ class TemporaryServer:
         while not answers(self.url):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                last = "".join(self._errors[-20:]).strip()
                 raise ServerError(
-                    f"The temporary Prefect server did not start (status {self._process.returncode}): {last}\n"
+                    f"The temporary Prefect server did not start (status {self._process.returncode}): {self._reason()}\n"
                     "Set PREFECT_API_URL to a running server, or run without Prefect: python -m dflash_core run CONFIG"
                 )
             time.sleep(0.1)
 
     def stop(self) -> None:
         """End it and wait until it has ended."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self._process.terminate()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _reason(self) -> str:
+        """The exception in what the server wrote, or the last line of it."""
+        named = [line for line in self._errors if re.match(r"[\w.]+(Error|Exception)\b", line)]
+        return (named or self._errors or ["it said nothing"])[-1].strip()
 
     def _collect_errors(self) -> None:
         assert self._process.stderr is not None

@@ -112,6 +112,11 @@ class MetricJournal:
         self._file.close()
         return delivered
 
+    def delete(self) -> None:
+        """Remove the files of a closed journal whose run is over."""
+        self._path.unlink(missing_ok=True)
+        self._sent_path.unlink(missing_ok=True)
+
     def _deliver_all(self) -> None:
         pause = self._interval_s
         while True:

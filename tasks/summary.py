@@ -8,7 +8,8 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from dflash_core.pipeline import write_summary
+from dflash_core.evaluation.plots import read_metrics, write_plots
+from dflash_core.pipeline import evaluation_of, write_summary
 from tasks.progress import duration
 from tasks.run import Run
 
@@ -16,6 +17,8 @@ from tasks.run import Run
 def summarise(run: Run) -> Path:
     """Write the summary of a run whose stages are all done; returns its path."""
     path = write_summary(run.plan, run.results, mlflow_run_id=run.tracker.run_id)
+    write_plots(path.parent / "plots", read_metrics(run.results["train"].folder / "metrics.jsonl"), evaluation_of(run.results["evaluate"].folder))
+    run.tracker.log_artifact(path.parent / "plots", "plots")
     run.tracker.log_artifact(path)
     summary = json.loads(path.read_text(encoding="utf-8"))
     markdown = in_markdown(summary, run.tracker.page())

@@ -93,12 +93,14 @@ class StageRecord:
     def close(self, status: str) -> None:
         """Deliver what is left and set the status of the run. An interrupted run does not wait long: its journal is kept."""
         if self._journal is not None:
-            self._journal.close(HURRIED_S if status == "KILLED" else PATIENCE_S)
+            delivered = self._journal.close(HURRIED_S if status == "KILLED" else PATIENCE_S)
+            if delivered and status == "FINISHED":
+                self._journal.delete()  # nobody will go on in this run
         self._tracker.end_run(self.run_id, status)
 
     @property
     def _journal_path(self) -> Path:
-        return self._tracker.folder / "metrics" / f"{self.name}.jsonl"
+        return self._tracker.folder / "metrics" / f"{self.name}-{self.run_id}.jsonl"
 
     def _open_journal(self) -> MetricJournal:
         return MetricJournal(self._journal_path, self._send)

@@ -6,13 +6,13 @@ same run again warms up afresh and goes on from the last checkpoint.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
+from dflash_core.evaluation.plots import read_metrics
 from dflash_core.pipeline import StageResult
 from tasks.run import Run
 from tasks.tracker import StageRecord
@@ -26,8 +26,6 @@ def train_drafter(run: Run) -> State[dict[str, Any]]:
 
 def _record(stage: StageRecord, result: StageResult) -> None:
     """Curves come from the training's own record too: those of a cached training, and what a killed process had not passed on."""
-    with (result.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
-        for line in lines:
-            metrics = json.loads(line)
-            stage.log_metrics(metrics.pop("step"), metrics)
+    for metrics in read_metrics(result.folder / "metrics.jsonl"):
+        stage.log_metrics(int(metrics.pop("step")), metrics)
     stage.log_artifact(result.folder / "training.json")

@@ -118,12 +118,15 @@ def test_a_finished_stage_is_not_recorded_twice_when_the_run_goes_on(config: Pip
     assert "dflash.cached" not in shards[0].data.tags
 
 
-def test_a_finished_run_is_left_alone_by_the_next_start(config: PipelineConfig, folder: Path) -> None:
-    with Tracker.open(config, folder) as first:
-        pass
-    with Tracker.open(config, folder) as second:
-        pass
-    assert first.run_id != second.run_id
+def test_a_finished_run_is_left_alone_by_the_next_start_which_records_its_own_curve(config: PipelineConfig, folder: Path) -> None:
+    records = []
+    for _ in range(2):
+        with Tracker.open(config, folder) as tracker, tracker.stage("train") as record:
+            record.log_metrics(1, {"loss": 2.0})
+        records.append((tracker.run_id, record.run_id))
+    assert records[0] != records[1]
+    assert [history(config, run_id, "loss") for _, run_id in records if run_id] == [[(1, 2.0)], [(1, 2.0)]]
+    assert list((folder / "metrics").iterdir()) == []
 
 
 def test_runs_of_a_killed_process_become_killed_and_those_of_a_living_one_stay(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -196,6 +199,22 @@ def test_a_failing_store_costs_the_record_and_not_the_work(config: PipelineConfi
     with Tracker.open(config, folder) as tracker:
         tracker.log_artifact(tmp_path / "there is no such file")
         assert not tracker.complete
+
+
+def test_what_a_store_did_not_take_until_the_end_is_recorded_by_the_next_start(
+    config: PipelineConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracker.PATIENCE_S", 0.2)
+    with Tracker.open(config, folder) as first, first.stage("train") as record:
+        for name in ("log_batch", "set_terminated"):
+            monkeypatch.setattr(first.client, name, lambda *_, **__: (_ for _ in ()).throw(ConnectionError("away")))
+        record.log_metrics(1, {"loss": 3.0})
+    assert not first.complete
+    with Tracker.open(config, folder) as second, second.stage("train") as resumed:
+        resumed.log_metrics(1, {"loss": 3.0})  # a cached training tells its curve again
+    assert (second.run_id, resumed.run_id) == (first.run_id, record.run_id)
+    assert history(config, record.run_id or "", "loss") == [(1, 3.0)]
+    assert {run.info.status for run in runs(config)} == {"FINISHED"}
 
 
 def test_tracking_switched_off_touches_nothing(make_config: MakeConfig, folder: Path) -> None:

@@ -1,0 +1,114 @@
+"""``dflashctl``: what it prints and with which status it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_core.config import load_config
+from dflash_core.errors import ShardError
+from flows.cli import app, told
+
+ROOT = Path(__file__).parent.parent.parent
+MINIMAL = str(ROOT / "configs" / "valid" / "minimal.yaml")
+BAD = str(ROOT / "configs" / "invalid" / "drafter-misspelt.yaml")
+
+
+def dflashctl(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_help_of_every_command_fits_a_screen() -> None:
+    for command in (["--help"], *([name, "--help"] for name in ("run", "plan", "validate", "evaluate", "export", "doctor", "shards", "config"))):
+        status, output, _ = dflashctl(*command)
+        assert status == 0
+        assert len(output.splitlines()) <= 30
+
+
+def test_validate_accepts_a_good_config_and_names_its_digest() -> None:
+    status, output, _ = dflashctl("validate", MINIMAL)
+    assert status == 0
+    assert load_config(MINIMAL).digest[:12] in output
+
+
+def test_validate_refuses_a_bad_config_with_path_value_and_remedy_and_status_2() -> None:
+    status, output, errors = dflashctl("validate", BAD)
+    assert (status, output) == (2, "")
+    assert "drafter.blocksize = 8" in errors
+    assert "Did you mean 'block_size'?" in errors
+    assert "Traceback" not in errors
+
+
+def test_overrides_are_repeatable_and_checked() -> None:
+    status, output, _ = dflashctl("validate", MINIMAL, "--set", "run.name=other", "--set", "training.epochs=3")
+    assert status == 0
+    assert "run 'other'" in output
+    status, _, errors = dflashctl("validate", MINIMAL, "--set", "training.epochs=0")
+    assert status == 2
+    assert "training.epochs = 0" in errors
+
+
+def test_a_missing_argument_or_an_unknown_command_is_bad_input() -> None:
+    assert dflashctl("validate")[0] == 2
+    assert dflashctl("no-such-command")[0] == 2
+
+
+@pytest.mark.parametrize("error", [ShardError("shard 3 is damaged"), KeyboardInterrupt()])
+def test_failures_and_interrupts_are_told_without_a_traceback(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    def command() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        told(command)()
+    expected = {
+        "ShardError": (1, "ShardError: shard 3 is damaged\n"),
+        "KeyboardInterrupt": (130, "Interrupted. The same command goes on from here.\n"),
+    }
+    assert (caught.value.exit_code, capsys.readouterr().err) == expected[type(error).__name__]
+
+
+def test_a_bug_is_not_hidden() -> None:
+    def command() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        told(command)()
+
+
+def test_annotate_prints_a_config_that_loads_back(tmp_path: Path) -> None:
+    status, output, _ = dflashctl("config", "annotate", MINIMAL, "--set", "training.epochs=3")
+    (tmp_path / "annotated.yaml").write_text(output)
+    assert status == 0
+    assert load_config(tmp_path / "annotated.yaml") == load_config(MINIMAL, ["training.epochs=3"])
+
+
+def test_verify_of_a_folder_without_shards_fails_with_status_1(tmp_path: Path) -> None:
+    status, _, errors = dflashctl("shards", "verify", str(tmp_path))
+    assert status == 1
+    assert "card.json" in errors
+
+
+def test_validate_needs_neither_torch_nor_prefect_nor_mlflow() -> None:
+    code = (
+        "import sys; sys.argv = ['dflashctl', 'validate', sys.argv[1]]\n"
+        "from flows.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code, MINIMAL], check=True, cwd=ROOT)
+
+
+def test_the_module_runs_as_a_program_and_passes_its_status_on() -> None:
+    finished = subprocess.run([sys.executable, "-m", "flows.cli", "validate", BAD], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith(f"{BAD}: 1 problem")

@@ -1,0 +1,117 @@
+"""``plan``, ``evaluate``, ``export``, ``shards verify`` and ``doctor`` on what a run of a tiny target has left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_core import pipeline
+from dflash_core.config import load_config
+from dflash_core.pipeline import STAGES, Plan
+from flows.cli import app
+from tests.flows.conftest import write_tiny_pipeline
+
+pytestmark = pytest.mark.slow
+
+
+def dflashctl(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration whose stages are all done."""
+    path = write_tiny_pipeline(tmp_path_factory.mktemp("commands"))
+    plan = Plan(load_config(path))
+    for name in STAGES:
+        if name != "warm_up":
+            pipeline.run_stage(plan, name)
+    return path
+
+
+def test_plan_of_a_finished_run_says_that_all_is_done(config: Path) -> None:
+    status, output, _ = dflashctl("plan", str(config))
+    assert status == 0
+    assert output.count("cached") == len(STAGES) - 1
+    assert "All is done" in output
+
+
+def test_plan_tells_what_a_changed_setting_runs_again_and_what_it_takes(config: Path) -> None:
+    status, output, _ = dflashctl("plan", str(config), "--set", "drafter.num_layers=2")
+    states = {line.split()[0]: line for line in output.splitlines() if line.split()[:1] and line.split()[0] in STAGES}
+    assert status == 0
+    assert [name for name in states if "cached" not in states[name]] == ["warm_up", "train", "evaluate", "export"]
+    assert "no result for these settings" in states["train"]
+    assert "8 steps" in states["train"]
+    assert "To do: about" in output
+
+
+def test_plan_refuses_taps_beyond_the_target(config: Path) -> None:
+    status, _, errors = dflashctl("plan", str(config), "--set", "drafter.num_taps=2", "--set", "drafter.tap_layers=[1, 5]")
+    assert status == 2
+    assert "drafter.tap_layers = [1, 5]" in errors
+
+
+def test_plan_writes_nothing(tmp_path: Path) -> None:
+    path = write_tiny_pipeline(tmp_path)
+    assert dflashctl("plan", str(path))[0] == 0
+    assert not (tmp_path / "workspace").exists()
+
+
+def test_shards_verify_accepts_whole_shards_and_names_a_damaged_one(config: Path) -> None:
+    folder = Plan(load_config(config)).folder("shards")
+    status, output, _ = dflashctl("shards", "verify", str(folder))
+    assert status == 0
+    assert "every byte as it was written" in output
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    try:
+        status, _, errors = dflashctl("shards", "verify", str(folder))
+    finally:
+        content[-100] ^= 1
+        shard.write_bytes(content)
+    assert status == 1
+    assert shard.name in errors
+
+
+def test_evaluate_prints_losslessness_and_the_place_of_the_result(config: Path) -> None:
+    status, output, _ = dflashctl("evaluate", str(config))
+    assert status == 0
+    assert "lossless on 100.0% of " in output
+    assert json.loads(Path(output.splitlines()[-1]).read_text())["lossless"] == 1.0
+
+
+def test_evaluate_measures_a_drafter_of_any_folder(config: Path) -> None:
+    drafter = pipeline.drafter_folder(Plan(load_config(config)).folder("export"))
+    status, output, _ = dflashctl("evaluate", str(config), "--drafter", str(drafter))
+    assert status == 0
+    assert "/evaluations/" in output.splitlines()[-1]
+
+
+def test_evaluate_before_training_says_what_to_run(config: Path) -> None:
+    status, _, errors = dflashctl("evaluate", str(config), "--set", "run.seed=9")
+    assert status == 1
+    assert f"Run: dflashctl run {config}" in errors
+
+
+def test_export_copies_the_folder_and_does_not_overwrite(config: Path, tmp_path: Path) -> None:
+    status, output, _ = dflashctl("export", str(config), "--to", str(tmp_path / "drafter"))
+    assert (status, output.strip()) == (0, str(tmp_path / "drafter"))
+    assert (tmp_path / "drafter" / "model.safetensors").is_file()
+    status, _, errors = dflashctl("export", str(config), "--to", str(tmp_path / "drafter"))
+    assert status == 2
+    assert "is there already" in errors
+
+
+def test_doctor_tells_what_this_machine_has() -> None:
+    status, output, _ = dflashctl("doctor")
+    assert status == 0, output
+    for finding in ("torch 2.", "cores", "was compiled on", "available", "free in"):
+        assert finding in output

@@ -1,0 +1,170 @@
+"""The whole flow on a tiny target, with a real Prefect server and a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
+
+from dflash_core.config import PipelineConfig, load_config
+from dflash_core.errors import DFlashError
+from flows.train_drafter import train_drafter
+from tasks.progress import watcher
+from tasks.store import open_client
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent.parent
+STAGES = ["target", "responses", "samples", "shards", "warm-up", "train", "evaluate", "export"]
+
+
+class Outcomes:
+    """Watches a run and keeps how its stages ended."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, str | None] = {}
+        self.steps: list[int] = []
+
+    def begin(self, stage: str) -> None:
+        pass
+
+    def progress(self, stage: str, done: int, total: int, unit: str, remaining_s: float | None) -> None:
+        pass
+
+    def metrics(self, stage: str, step: int, metrics: Any) -> None:
+        self.steps.append(step)
+
+    def end(self, stage: str, outcome: str | None) -> None:
+        self.ended[stage] = outcome
+
+    @property
+    def run_again(self) -> list[str]:
+        return [stage for stage, outcome in self.ended.items() if outcome is None or not outcome.startswith(("cached", "not needed"))]
+
+
+@pytest.fixture
+def outcomes() -> Iterator[Outcomes]:
+    seen = Outcomes()
+    token = watcher.set(seen)
+    yield seen
+    watcher.reset(token)
+
+
+@pytest.fixture(scope="module")
+def first_run(tiny_config: Path, prefect_url: str) -> dict[str, Any]:
+    """Summary of a complete run."""
+    return json.loads(train_drafter(load_config(tiny_config)).read_text())
+
+
+def newest_flow_run() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """(flow run, state of each task by name, artifact of each key)."""
+    with get_client(sync_client=True) as client:
+        run = max(client.read_flow_runs(), key=lambda item: item.created)
+        wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+        tasks = {item.name: item.state for item in client.read_task_runs(flow_run_filter=wanted)}
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id])))
+    return run, tasks, {item.key: item for item in artifacts}
+
+
+def mlflow_run(config: PipelineConfig, run_id: str) -> tuple[Any, dict[str, Any]]:
+    """(parent run, nested run of each stage)."""
+    client, _ = open_client(config)
+    parent = client.get_run(run_id)
+    nested = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'")
+    return parent, {run.data.tags["dflash.stage"]: run for run in nested}
+
+
+def test_a_run_leaves_a_summary_with_what_was_measured(first_run: dict[str, Any], tiny_config: Path) -> None:
+    assert first_run["lossless"] == 1.0
+    assert first_run["acceptance_length"]["pooled"] >= 1.0
+    assert first_run["config_digest"] == load_config(tiny_config).digest
+    assert (Path(first_run["export_path"]) / "model.safetensors").is_file()
+    assert {name for name, stage in first_run["stages"].items() if stage["cached"]} == set()
+
+
+def test_a_run_is_recorded_in_mlflow_with_a_nested_run_per_stage(first_run: dict[str, Any], tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    parent, stages = mlflow_run(config, first_run["mlflow_run_id"])
+    client, _ = open_client(config)
+    assert parent.info.status == "FINISHED"
+    assert sorted(stages) == sorted(name.replace("-", "_") for name in STAGES)
+    assert {run.info.status for run in stages.values()} == {"FINISHED"}
+    assert parent.data.params["drafter.block_size"] == "4"
+    assert parent.data.metrics["lossless"] == 1.0
+    assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, 9))
+    assert [entry.dataset.name for entry in stages["shards"].inputs.dataset_inputs] == ["shards"]
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {"config.json", "summary.json", "summary.md", "plots"}
+    assert "plots/loss.png" in {item.path for item in client.list_artifacts(parent.info.run_id, "plots")}
+    (model,) = client.search_logged_models([parent.info.experiment_id])
+    assert model.model_id == stages["export"].data.tags["dflash.logged_model"]
+    assert {path.name for path in Path(model.artifact_location.removeprefix("file://")).iterdir()} >= {"model.safetensors", "config.json"}
+
+
+def test_the_second_run_finds_every_stage_and_says_so_in_prefect(first_run: dict[str, Any], tiny_config: Path, outcomes: Outcomes) -> None:
+    summary = json.loads(train_drafter(load_config(tiny_config)).read_text())
+    assert outcomes.run_again == []
+    assert all(stage["cached"] for stage in summary["stages"].values())
+    run, tasks, artifacts = newest_flow_run()
+    assert run.name == "tiny"
+    assert {name: state.name for name, state in tasks.items()} == dict.fromkeys(STAGES, "Cached")
+    assert {"summary", "acceptance"} <= set(artifacts)
+    assert "| acceptance length |" in artifacts["summary"].data
+    # The curve of the cached training is there to be compared with others.
+    config = load_config(tiny_config)
+    _, stages = mlflow_run(config, summary["mlflow_run_id"])
+    client, _ = open_client(config)
+    assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, 9))
+    assert stages["train"].data.tags["dflash.cached"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("override", "again"),
+    [
+        ("run.name=renamed", []),
+        ("training.log_every=2", []),
+        ("evaluation.max_new_tokens=6", ["evaluate", "export"]),
+        ("training.learning_rate=1e-3", ["warm_up", "train", "evaluate", "export"]),
+    ],
+)
+def test_a_changed_setting_runs_again_what_depends_on_it(
+    first_run: dict[str, Any], tiny_config: Path, outcomes: Outcomes, override: str, again: list[str]
+) -> None:
+    train_drafter(load_config(tiny_config, [override]))
+    assert outcomes.run_again == again
+
+
+def test_a_failing_stage_fails_the_run_everywhere_and_the_error_is_its_own(
+    first_run: dict[str, Any], tiny_config: Path, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise DFlashError("the disk is full")
+
+    config = load_config(tiny_config, ["evaluation.max_new_tokens=5"])
+    monkeypatch.setitem(__import__("dflash_core.pipeline", fromlist=["x"])._RUNNERS, "evaluate", fail)
+    with pytest.raises(DFlashError, match="the disk is full"):
+        train_drafter(config)
+    run, tasks, _ = newest_flow_run()
+    assert (run.state.name, tasks["train"].name, tasks["evaluate"].name) == ("Failed", "Cached", "Failed")
+    assert "export" not in tasks
+    client, _ = open_client(config)
+    newest = max(client.search_runs([client.get_experiment_by_name("dflash").experiment_id]), key=lambda item: item.info.start_time)
+    assert (newest.data.tags["dflash.stage"], newest.info.status) == ("evaluate", "FAILED")
+    assert client.get_run(newest.data.tags["mlflow.parentRunId"]).info.status == "FAILED"
+    assert outcomes.ended["evaluate"] is None
+
+
+def test_the_command_line_shows_every_stage_and_ends_with_the_path_of_the_summary(first_run: dict[str, Any], tiny_config: Path) -> None:
+    command = [sys.executable, "-m", "flows.cli", "run", str(tiny_config)]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=200)
+    lines = finished.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines if line.endswith(": begins")] == [name.replace("-", "_") for name in STAGES]
+    assert Path(lines[-1]).name == "summary.json"
+    keys = "lossless acceptance_length acceptance_length_untrained speedup tokens_per_second stages mlflow_run_id export_path config_digest"
+    assert set(json.loads(Path(lines[-1]).read_text())) >= set(keys.split())
