@@ -121,8 +121,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_nll_M: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         slots_L, labels_L, gradient_LH = ctx.saved_tensors
-        # the rows of slots without a label hold no gradient (with a bound they are there, and may be anything)
-        scaled_LH = torch.where((labels_L >= 0)[:, None], gradient_LH * grad_nll_M[slots_L][:, None], 0.0).to(ctx.hidden_dtype)
+        scaled_LH = torch.empty_like(gradient_LH, dtype=ctx.hidden_dtype)
+        torch.mul(gradient_LH, grad_nll_M[slots_L][:, None], out=scaled_LH)  # in float32, rounded once
+        scaled_LH.masked_fill_((labels_L < 0)[:, None], 0.0)  # with a bound, rows of slots without a label are there and may hold anything
         grad_hidden_MH = scaled_LH.new_zeros(ctx.hidden_shape).index_copy_(0, slots_L, scaled_LH)
         return grad_hidden_MH, None, None, None, None, None, None
 

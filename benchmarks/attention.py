@@ -1,0 +1,125 @@
+"""flex_attention forward and backward in the DFlash layout, over layouts of the key/value heads, kernel options and tile sizes.
+
+python -m benchmarks.attention
+
+Layouts
+  grouped   one program owns a tile of keys for all query heads of its group (enable_gqa)
+  expanded  keys and values are repeated for every query head, so that each program has a quarter of the work
+  batched   the query heads of a group become a batch over shared keys and values: as even as expanded, without the copies; one row only
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from benchmarks.common import SHAPES, Recorder, Shape, anchors_of, arguments, recorder_for
+from dflash_core.drafter import dflash_block_mask
+
+SAFE = {"ROWS_GUARANTEED_SAFE": True}  # every query sees its own block
+
+
+def bwd(m1: int, n1: int, m2: int, n2: int, warps: int, stages: int) -> dict[str, Any]:
+    """Kernel options of the backward pass: tiles of the dk/dv part, of the dq part, warps and stages."""
+    names = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2", "bwd_num_warps", "bwd_num_stages")
+    return dict(zip(names, (m1, n1, m2, n2, warps, stages), strict=True))
+
+
+def fwd(m: int, n: int, warps: int, stages: int) -> dict[str, Any]:
+    """Kernel options of the forward pass."""
+    return {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_warps": warps, "fwd_num_stages": stages}
+
+
+# name: (layout, tile of the block mask, kernel options)
+VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "grouped": ("grouped", 128, {}),
+    "batched": ("batched", 128, {}),
+    "expanded": ("expanded", 128, {}),
+    "batched.safe": ("batched", 128, SAFE),
+    "batched.safe.prescale": ("batched", 128, SAFE | {"PRESCALE_QK": True}),
+    "batched.bwd64": ("batched", 128, SAFE | bwd(64, 64, 64, 64, 4, 3)),
+    "batched.bwd64x2": ("batched", 128, SAFE | bwd(64, 64, 64, 64, 4, 2)),
+    "batched.bwd64x128.warps4": ("batched", 128, SAFE | bwd(64, 128, 128, 64, 4, 3)),
+    "batched.bwd64x128.stages2": ("batched", 128, SAFE | bwd(64, 128, 128, 64, 8, 2)),
+    "batched.bwd128": ("batched", 128, SAFE | bwd(128, 128, 128, 128, 8, 2)),
+    "batched.bwd32x128": ("batched", 128, SAFE | bwd(32, 128, 128, 32, 8, 3)),
+    "grouped.bwd64": ("grouped", 128, SAFE | bwd(64, 64, 64, 64, 4, 3)),
+    "batched.fwd128x64": ("batched", 128, SAFE | fwd(128, 64, 8, 3)),
+    "batched.fwd128x128": ("batched", 128, SAFE | fwd(128, 128, 8, 2)),
+    "batched.tile64": ("batched", 64, SAFE | fwd(64, 64, 4, 3) | bwd(64, 64, 64, 64, 4, 3)),
+    "batched.tma": ("batched", 128, SAFE | {"USE_TMA": True}),
+}
+
+
+def attend(layout: str, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: BlockMask, options: Any) -> Tensor:
+    """flex_attention in one of the layouts; the result is [B, A, Q, D] in each."""
+    group = q_BAQD.shape[1] // k_BGXD.shape[1]
+    if layout == "grouped":
+        return flex_attention(q_BAQD, k_BGXD, v_BGXD, block_mask=mask, enable_gqa=group > 1, kernel_options=options)
+    if layout == "expanded":
+        k_BAXD, v_BAXD = k_BGXD.repeat_interleave(group, 1), v_BGXD.repeat_interleave(group, 1)
+        return flex_attention(q_BAQD, k_BAXD, v_BAXD, block_mask=mask, kernel_options=options)
+    q_RGQD = q_BAQD[0].unflatten(0, (-1, group)).transpose(0, 1)
+    out_RGQD = flex_attention(q_RGQD, k_BGXD, v_BGXD, block_mask=mask, kernel_options=options)
+    return out_RGQD.transpose(0, 1).flatten(0, 1)[None]
+
+
+def mask_for(layout: str, shape: Shape, anchors_BN: Tensor, documents_BT: Tensor, tile: int = 128) -> BlockMask:
+    """The mask for a layout; with batched heads the one row is there once for each query head of a group."""
+    if layout == "batched":
+        group = shape.heads // shape.kv_heads
+        anchors_BN, documents_BT = anchors_BN.repeat(group, 1), documents_BT.repeat(group, 1)
+    return dflash_block_mask(anchors_BN, documents_BT, shape.S, tile)
+
+
+def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None = None) -> None:
+    """Forward, and forward with backward, of every variant. On the CPU the forward pass alone, uncompiled: flex_attention has no more there."""
+    device = recorder.device
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    X = shape.T + shape.Q
+    q, k, v = (
+        torch.randn(shape.B, length, heads, shape.head_dim, device=device, dtype=dtype).transpose(1, 2).requires_grad_(on_gpu)
+        for length, heads in ((shape.Q, shape.heads), (X, shape.kv_heads), (X, shape.kv_heads))
+    )
+    grad = torch.randn_like(q)
+    anchors_BN, documents_BT = anchors_of(shape, device)
+    pairs = float((anchors_BN + shape.S).sum()) * shape.S  # visible pairs of query and key, all rows
+    tflop = 4 * pairs * shape.heads * shape.head_dim / 1e12
+    expected: list[Tensor] = []
+    for name in names or list(VARIANTS):
+        layout, tile, options = VARIANTS[name]
+        if layout == "batched" and shape.B > 1:
+            continue
+        mask = mask_for(layout, shape, anchors_BN, documents_BT, tile)
+        torch._dynamo.reset()  # or one code object would collect a cache entry for each variant
+        run = torch.compile(attend, dynamic=False, fullgraph=True) if on_gpu else attend
+
+        def variant(name: str = name, layout: str = layout, mask: BlockMask = mask, options: dict[str, Any] = options, run: Any = run) -> None:
+            def forward() -> Tensor:
+                return run(layout, q, k, v, mask, options)
+
+            def both() -> tuple[Tensor, ...]:
+                return torch.autograd.grad(forward(), (q, k, v), grad)
+
+            result = [forward().detach(), *(both() if on_gpu else ())]
+            expected.extend(result if not expected else [])
+            errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(result, expected, strict=True)]
+            if max(errors) > 2e-2:
+                raise ValueError(f"differs from the first variant by {errors}")
+            detail: dict[str, Any] = {"layout": layout, "options": options, "errors": [round(error, 6) for error in errors]}
+            recorder.measure(f"attention.forward.{shape.name}.{name}", forward, tflop=round(tflop, 4), **detail)
+            if on_gpu:
+                recorder.measure(f"attention.both.{shape.name}.{name}", both, tflop=round(3.5 * tflop, 4), **detail)
+
+        last = f"attention.{'both' if on_gpu else 'forward'}.{shape.name}.{name}"
+        recorder.attempt(last, variant)
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__ or "", ["attention"]).parse_args()
+    measure_attention(recorder_for(options), SHAPES[options.shape])
