@@ -14,7 +14,8 @@ together, after they have been summed; nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -53,6 +54,7 @@ class Replica:
         self.device = device
         self.name = f"replica {index} ({device})"
         self.compiled = training.compile == "on" or (training.compile == "auto" and device.type == "cuda")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._training, self._objective = training, config.objective
         self._drafter_config, self._vocabulary = drafter_config, vocabulary
         self.layout = FlatLayout(drafter_config.tensor_shapes())
@@ -93,6 +95,15 @@ class Replica:
                 "exp_avg_sq": self.exp_avg_sq_P[part],
             }
         return optimizer
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Work on the replica's device and stream: in warm-up too, since the allocator keeps memory by stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
 
     @property
     def updates(self) -> int:
@@ -203,15 +214,20 @@ class Replica:
 
     def warm_up(self, rows: Sequence[Row]) -> None:
         """Run everything a step will run, twice over, and leave weights and moments as they were."""
-        self.begin_step()
-        self.micro_step(rows)
-        self.micro_step(rows)
-        self.close_step(False)
-        self._gradients_P[0] = float("nan")  # the update runs, and is skipped by the rule for non-finite gradients
-        self.apply(0.0)
-        self.totals_later()()
-        self.checksums()
-        self.begin_step()
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)  # weights were made and loaded on another stream
+        with self.on_device():
+            self.begin_step()
+            self.micro_step(rows)
+            self.micro_step(rows)
+            self.close_step(False)
+            self._gradients_P[0] = float("nan")  # the update runs, and is skipped by the rule for non-finite gradients
+            self.apply(0.0)
+            self.totals_later()()
+            self.checksums()
+            self.begin_step()
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
 
     def _refresh_compute_copy(self) -> None:
         if self._compute_P is not self.masters_P:

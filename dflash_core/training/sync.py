@@ -79,19 +79,22 @@ def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientS
     Making a group waits for all ranks, so each is made in a thread of its own; these threads have ended when this returns.
 
     Args:
-        devices:   one per replica: all cpu, or each a CUDA device of its own
+        devices:   one per replica: all cpu or all CUDA; where replicas share a CUDA device, Gloo sums by way of the host
         timeout_s: seconds after which a collective gives up
     """
     size = len(devices)
     meeting = Meeting(size)
     if size == 1:
         return [GradientSync(0, 1, meeting, None)]
+    make = _nccl if devices[0].type == "cuda" and len(set(devices)) == size else _gloo  # NCCL wants a device of its own for each rank
     store = dist.HashStore()  # type: ignore[attr-defined]
     futures: list[Future[GradientSync]] = [Future() for _ in devices]
 
     def join(rank: int) -> None:
         try:
-            group = _process_group(devices[rank], store, rank, size, timedelta(seconds=timeout_s))
+            if devices[rank].type == "cuda":
+                torch.cuda.set_device(devices[rank])
+            group = make(store, rank, size, timedelta(seconds=timeout_s))
             sync = GradientSync(rank, size, meeting, group)
             sync.all_reduce(torch.zeros(1, device=devices[rank]))  # NCCL opens its channels with the first call
             futures[rank].set_result(sync)
@@ -104,18 +107,18 @@ def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientS
     return [future.result() for future in futures]
 
 
-def _process_group(device: torch.device, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A process group's backend. Typed Any: torch.distributed exports these classes without types."""
-    prefixed = dist.PrefixStore("dflash", store)  # type: ignore[attr-defined]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
-    gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    gloo._timeout = timeout
-    return dist.ProcessGroupGloo(prefixed, rank, size, gloo)
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group's backend. Typed Any, as below: torch.distributed exports these classes without types."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(dist.PrefixStore("dflash", store), rank, size, options)  # type: ignore[attr-defined]
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(dist.PrefixStore("dflash", store), rank, size, options)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

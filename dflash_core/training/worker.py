@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,12 +75,15 @@ class Shared:
         self.feed.close()
 
     def wait_for_records(self) -> None:
-        """Return once the main thread has recorded every step so far, so that a checkpoint never knows of steps that the metrics do not."""
+        """Return once the main thread has recorded every step so far, so that a checkpoint never knows of steps that the metrics do not.
+
+        After an abort it records them while the workers end; a step that all replicas have finished is then still worth its checkpoint.
+        """
         recorded = threading.Event()
         self.records.append(recorded)
         self.wake.set()
-        while not recorded.wait(1.0):
-            self.check()
+        while not recorded.wait(0.2) and not self.aborted.is_set():
+            pass
 
     def check(self) -> None:
         """Raises ``InterruptedByOthers`` once aborted."""
@@ -108,8 +110,7 @@ class Worker:
         """Train until done, stopped or broken; never raises."""
         try:
             torch.set_num_threads(self.shared.session.threads_per_replica)
-            on_device = torch.cuda.device(self.replica.device) if self.replica.device.type == "cuda" else nullcontext()
-            with on_device, self.shared.guard.explained():
+            with self.replica.on_device(), self.shared.guard.explained():
                 self._train()
             self.beacon("is done")
             self.future.set_result(self._state)
