@@ -1,13 +1,12 @@
 """Thin Prefect tasks, one stage a file: names, retries, artifacts and MLflow records around ``dflash_core.pipeline``.
 
-Importing this package sets defaults of the environment that Prefect and MLflow read when they are imported: library logs
-travel with the flow run, telemetry is off, and MLflow's own informational log stays out of the console.
+Importing this package sets defaults of the environment that Prefect and MLflow read: telemetry is off, and MLflow's own
+informational log stays out of the console.
 """
 
 import os
 
 _DEFAULTS = {
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash_core,tasks",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",

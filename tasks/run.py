@@ -20,6 +20,7 @@ from dflash_core import pipeline
 from dflash_core.config import PipelineConfig
 from dflash_core.pipeline import Plan, StageResult
 from dflash_core.stages import stage_lock
+from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller, Watcher, duration, watcher
 from tasks.tracker import StageRecord, Tracker
 
@@ -49,11 +50,15 @@ class Run:
             TrackingError: the MLflow store cannot be used.
         """
         plan = Plan(config)
-        with stage_lock(plan.run_folder), Tracker.open(config, plan.run_folder) as tracker:
+        with stage_lock(plan.run_folder), flow_run_logs(), Tracker.open(config, plan.run_folder) as tracker:
             yield cls(plan, tracker, watcher.get() or LogWatcher())
 
-    def do(self, name: str, record: Record | None = None) -> State[dict[str, Any]]:
+    def do(self, name: str, record: Record | None = None, before: Callable[[StageRecord], None] | None = None) -> State[dict[str, Any]]:
         """Run a stage or find it done, tell those who watch, and record it in MLflow.
+
+        Args:
+            record: adds to the stage's MLflow run once the stage is done.
+            before: adds to it before the stage begins.
 
         Returns:
             A Completed state, named "Cached" where the results were found and verified, with the stage's counts.
@@ -64,6 +69,8 @@ class Run:
                 stage_record.log_metrics(step, metrics)
                 self.watcher.metrics(name, step, metrics)
 
+            if before is not None:
+                before(stage_record)
             result = pipeline.run_stage(self.plan, name, progress=watched, on_metrics=on_metrics)
             _record_result(stage_record, result)
             if record is not None:

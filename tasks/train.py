@@ -21,11 +21,14 @@ from tasks.tracker import StageRecord
 @task(name="train", task_run_name="train", cache_policy=NO_CACHE, retries=0)
 def train_drafter(run: Run) -> State[dict[str, Any]]:
     """Train the drafter. Call it directly, after ``warm_up``."""
-    return run.do("train", _record)
 
+    def tell_earlier_steps(stage: StageRecord) -> None:
+        """Training's own record holds what a cached training did, and what an interrupted one did last."""
+        earlier = run.plan.folder("train") / "metrics.jsonl"
+        for metrics in read_metrics(earlier) if earlier.is_file() else []:
+            stage.log_metrics(int(metrics.pop("step")), metrics)
 
-def _record(stage: StageRecord, result: StageResult) -> None:
-    """Curves come from the training's own record too: those of a cached training, and what a killed process had not passed on."""
-    for metrics in read_metrics(result.folder / "metrics.jsonl"):
-        stage.log_metrics(int(metrics.pop("step")), metrics)
-    stage.log_artifact(result.folder / "training.json")
+    def record(stage: StageRecord, result: StageResult) -> None:
+        stage.log_artifact(result.folder / "training.json")
+
+    return run.do("train", record, before=tell_earlier_steps)

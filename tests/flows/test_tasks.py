@@ -1,0 +1,89 @@
+"""How tasks behave in Prefect: retries, cached states, logs and artifacts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.context import FlowRunContext
+from prefect.states import Completed
+
+from dflash_core.config import PipelineConfig, load_config
+from dflash_core.errors import ConfigError, ShardError
+from flows.train_drafter import train_drafter
+from tasks.logs import flow_run_logs
+from tasks.progress import LogWatcher, ProgressTeller
+from tasks.run import resumable
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(OSError("network"), 2), (ShardError("damaged"), 1), (ConfigError("x", []), 1), (MemoryError(), 1)])
+def test_a_stage_is_tried_again_after_a_network_or_disk_error_only(prefect_url: str, error: Exception, attempts: int) -> None:
+    tried = []
+
+    @resumable("stage")
+    def stage(run: Any) -> Any:
+        tried.append(run)
+        if len(tried) == 1:
+            raise error
+        return Completed(name="Cached")
+
+    @flow
+    def try_it() -> None:
+        stage.with_options(retry_delay_seconds=0)(None, return_state=True)
+
+    try_it()
+    assert len(tried) == attempts
+
+
+def test_logs_and_progress_of_a_stage_appear_in_the_flow_run(prefect_url: str) -> None:
+    seen: dict[str, Any] = {}
+
+    @flow
+    def watched() -> None:
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        seen["id"] = context.flow_run.id
+        watcher = LogWatcher()
+        with flow_run_logs():
+            watcher.begin("shards")
+            teller = ProgressTeller("shards", watcher)
+            with teller.running():
+                teller(30, 120, "tokens")
+            thread = threading.Thread(target=logging.getLogger("dflash_core.training").warning, args=("replica 1 waits",))
+            thread.start()
+            thread.join()
+            watcher.end("shards", "done in 1.0 s")
+
+    watched()
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.instance().drain()
+    with get_client(sync_client=True) as client:
+        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[seen["id"]])))
+        (artifact,) = [item for item in client.read_artifacts() if item.flow_run_id == seen["id"]]
+    messages = [item.message for item in logs]
+    assert {"shards: begins", "replica 1 waits", "shards: done in 1.0 s"} <= set(messages)
+    assert (artifact.key, artifact.type, float(artifact.data), artifact.description) == ("shards-progress", "progress", 25.0, "30 of 120 tokens")
+
+
+def test_the_flow_takes_the_whole_configuration_as_json_and_checks_it(prefect_url: str, tiny_config: Any) -> None:
+    config = load_config(tiny_config)
+    given = train_drafter.validate_parameters({"config": config.model_dump(mode="json")})
+    assert given["config"] == config
+    from prefect.exceptions import ParameterTypeError
+
+    wrong = config.model_dump(mode="json")
+    wrong["training"]["epochs"] = 0
+    with pytest.raises(ParameterTypeError, match=r"training\.epochs"):
+        train_drafter.validate_parameters({"config": wrong})
+    schema = train_drafter.parameters.model_dump()
+    assert "TrainingConfig" in schema["definitions"]
+    assert isinstance(given["config"], PipelineConfig)
