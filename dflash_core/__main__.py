@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from dflash_core.checks import advice
 from dflash_core.config import load_config
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.pipeline import STAGES, Plan, StageResult, run_stage, write_summary
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         plan = Plan(load_config(options.config, options.overrides), options.config)
+        for sentence in advice(plan.config):
+            print(f"Note: {sentence}", file=sys.stderr)
         results = _run(plan, STAGES[: STAGES.index(_LAST_STAGE[options.command]) + 1])
         if options.command == "run":
             print(write_summary(plan, results))

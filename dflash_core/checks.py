@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dflash_core.config import PipelineConfig
+from dflash_core.drafter.config import default_tap_layers, mask_token_problems, tap_problems
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.info import TargetInfo
 
@@ -76,26 +77,37 @@ def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
 
 def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
     drafter = config.drafter
-    deepest = info.num_layers - 2
-    taps = drafter.tap_layers
-    if taps is not None and taps[-1] > deepest:
-        yield Problem(
-            "drafter.tap_layers", list(taps), f"the target has {info.num_layers} layers, so taps go up to {deepest}", "Name layers within the target"
-        )
-    elif taps is None and config.num_taps > max(1, info.num_layers - 3):
+    if drafter.tap_layers is None and config.num_taps > max(1, info.num_layers - 3):
         field = "drafter.num_taps" if drafter.num_taps else "drafter.num_layers"
         yield Problem(field, config.num_taps, f"more taps than the target's {info.num_layers} layers can give", "Lower drafter.num_taps")
-    if drafter.mask_token_id >= info.vocab_size:
-        yield Problem(
-            "drafter.mask_token_id", drafter.mask_token_id, f"beyond the target's vocabulary of {info.vocab_size}", "Choose a spare special token"
-        )
-    special = {"end of sequence": info.eos_token_ids, "padding": (info.pad_token_id,), "beginning of sequence": (info.bos_token_id,)}
-    for meaning, tokens in special.items():
-        if drafter.mask_token_id in tokens:
-            yield Problem(
-                "drafter.mask_token_id", drafter.mask_token_id, f"is the target's {meaning} token", "Choose a spare special token of the tokenizer"
-            )
-    if config.training.row_length > info.max_position_embeddings and config.data.max_length > info.max_position_embeddings:
+    else:
+        yield from tap_problems(drafter.tap_layers or default_tap_layers(info.num_layers, config.num_taps), info)
+    yield from mask_token_problems(drafter.mask_token_id, info)
+    if config.data.max_length > info.max_position_embeddings:
         yield Problem(
             "data.max_length", config.data.max_length, f"longer than the target's {info.max_position_embeddings} positions", "Lower data.max_length"
         )
+
+
+def advice(config: PipelineConfig) -> list[str]:
+    """What is allowed but unwise here, as sentences."""
+    on_cpu = [
+        path
+        for path, device, dtype in (
+            ("target.dtype", config.target.device, config.target.dtype),
+            ("training.precision", config.training.devices[0], config.training.precision),
+            ("evaluation.dtype", config.evaluation.device, config.evaluation.dtype),
+        )
+        if device == "cpu" and dtype == "bfloat16"
+    ]
+    if on_cpu and not _cpu_multiplies_bfloat16():
+        return [f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32."]
+    return []
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    flags = Path("/proc/cpuinfo")
+    if not flags.is_file():
+        return True  # not known, so nothing is said
+    text = flags.read_text(encoding="utf-8", errors="replace")
+    return any(name in text for name in ("avx512_bf16", "amx_bf16", " bf16"))

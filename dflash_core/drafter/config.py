@@ -144,6 +144,8 @@ def mask_token_problems(mask_token_id: int, info: TargetInfo) -> Iterator[Proble
         yield Problem(path, mask_token_id, f"is the pad token of {info.name}", "Choose a spare special token")
     if mask_token_id in info.eos_token_ids:
         yield Problem(path, mask_token_id, f"is an end-of-text token of {info.name}", "Choose a spare special token")
+    if mask_token_id == info.bos_token_id:
+        yield Problem(path, mask_token_id, f"is the token that begins a text of {info.name}", "Choose a spare special token")
 
 
 def tap_problems(taps: tuple[int, ...], info: TargetInfo) -> Iterator[Problem]:
