@@ -23,8 +23,7 @@ class MetricLog:
         self._tokens_per_step = tokens_per_step
         self._devices = devices
         self._window: list[StepRecord] = []
-        self.last: Mapping[str, float] = {}
-        self._forget_after(resumed_step)
+        self.last: Mapping[str, float] = self._forget_after(resumed_step)
 
     def add(self, record: StepRecord) -> None:
         """Take in a step; records and reports when ``log_every`` steps have come together, or at a checkpoint (``flush``)."""
@@ -47,9 +46,13 @@ class MetricLog:
         """Write to the file alone from now on."""
         self._sink = no_metrics
 
-    def _forget_after(self, step: int) -> None:
-        """Drop lines of steps that an interrupted run took after its last checkpoint, which are taken again now; and a torn last line."""
-        kept = []
+    def _forget_after(self, step: int) -> dict[str, float]:
+        """Drop lines of steps that an interrupted run took after its last checkpoint, which are taken again now; and a torn last line.
+
+        Returns: the metrics of the last line that stays.
+        """
+        kept: list[str] = []
+        last: dict[str, float] = {}
         for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []:
             try:
                 record = json.loads(line)
@@ -57,8 +60,10 @@ class MetricLog:
                 continue
             if record["step"] <= step:
                 kept.append(line)
+                last = {name: value for name, value in record.items() if name != "step"}
         with atomic_write(self._path) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        return last
 
 
 def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, float]:

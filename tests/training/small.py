@@ -100,12 +100,12 @@ def config(replicas: int = 2, **training: Any) -> PipelineConfig:
         "devices": ["cpu"] * replicas, "row_length": ROW_LENGTH, "num_anchors": 6, "max_steps": 6, "learning_rate": 3e-3, "precision": "float32",
         "checkpoint_every": 2, "compare_replicas_every": 2, "stall_timeout_s": 30.0, "queue_rows": 8, "weight_decay": 0.01,
     }  # fmt: skip
-    objective = training.pop("objective", {})
+    objective, drafter = training.pop("objective", {}), training.pop("drafter", {})
     return parse_config(
         {
             "target": {"model": "small"},
             "data": {"sources": [{"source": "prompts.jsonl"}], "max_length": ROW_LENGTH},
-            "drafter": {"num_layers": 2, "num_taps": TAPS, "block_size": 4, "mask_token_id": 5},
+            "drafter": {"num_layers": 2, "num_taps": TAPS, "block_size": 4, "mask_token_id": 5, **drafter},
             "objective": {"chunk_slots": 16, **objective},
             "training": {**settings, **training},
         }

@@ -202,8 +202,12 @@ def test_a_stop_is_agreed_on_and_the_same_call_resumes_to_the_same_weights(tmp_p
     assert result.steps < 8
     report, session = warm_up(config(max_steps=8), tmp_path / "stopped")
     assert report.resumed_step == result.steps
-    assert DrafterTrainer(session).run().extra == {"mlflow_run_id": "m"}
+    finished = DrafterTrainer(session).run()
+    assert finished.extra == {"mlflow_run_id": "m"}
     assert final_weights(tmp_path / "stopped") == final_weights(tmp_path / "calm")
+    _, session = warm_up(config(max_steps=8), tmp_path / "stopped")
+    again = DrafterTrainer(session).run()  # nothing is left to do, and the result is the same
+    assert again == finished
 
 
 def test_a_signal_on_the_main_thread_leaves_a_checkpoint_and_goes_on_its_way(tmp_path: Path) -> None:
@@ -267,13 +271,13 @@ def test_a_compiled_drafter_trains_and_its_late_compilation_is_refused(tmp_path:
                 object.__setattr__(row, "anchors", row.anchors[:-1])
             return row
 
-    report, session = warm_up(config(compile="on"), tmp_path, Longer())
+    report, session = warm_up(config(compile="on", drafter={"num_layers": 1}), tmp_path, Longer())
     assert [device.graphs for device in report.devices] == [1, 1]
     with pytest.raises(LateCompilationError) as caught:
         DrafterTrainer(session).run()
     for part in ("draft_of_replica_1", "replica 1 (cpu)", "size mismatch", "[1, 20, 64]"):
         assert part in str(caught.value)
-    run(config(), tmp_path / "eager")
+    run(config(drafter={"num_layers": 1}), tmp_path / "eager")
     assert len(losses(tmp_path)) == 2  # both replicas trained on compiled code until then
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "eager")[:2], rel=1e-4)
     assert no_workers_left()
