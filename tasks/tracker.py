@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import getpass
 import json
 import logging
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
-
 from dflash_core.config import PipelineConfig
 from dflash_core.stages import write_json_atomic
 from tasks.journal import MetricJournal, Record
+from tasks.origin import git_tags, process_tags, settle_dead_runs
 from tasks.store import TrackingError, open_client, pinned_experiment
 
 logger = logging.getLogger(__name__)
@@ -137,7 +133,7 @@ class Tracker:
         client, uri = open_client(config)
         try:
             experiment_id = pinned_experiment(client, uri, config)
-            _settle_dead_runs(client, experiment_id)
+            settle_dead_runs(client, experiment_id)
             tracker = cls(folder, client, experiment_id, _unfinished_run(client, folder, uri), uri)
             tracker._begin(config)
         except Exception as error:
@@ -247,7 +243,7 @@ class Tracker:
             self._attempt(lambda run: self.client.set_terminated(run, status), run_id)
 
     def _begin(self, config: PipelineConfig) -> None:
-        tags = {**_process_tags(), **_git_tags(), "dflash.config_digest": config.digest, "dflash.target": config.target.model}
+        tags = {**process_tags(), **git_tags(), "dflash.config_digest": config.digest, "dflash.target": config.target.model}
         if self.run_id is None:
             self.run_id = self._create_run(config.run.name, tags)
         else:
@@ -265,7 +261,7 @@ class Tracker:
     def _stage_run(self, name: str) -> str | None:
         if self.run_id is None:
             return None
-        tags = {"mlflow.parentRunId": self.run_id, "dflash.stage": name, **_process_tags()}
+        tags = {"mlflow.parentRunId": self.run_id, "dflash.stage": name, **process_tags()}
         try:
             where = f"tags.`mlflow.parentRunId` = '{self.run_id}' and tags.`dflash.stage` = '{name}'"
             begun = self.client.search_runs([self.experiment_id], where, max_results=1)
@@ -328,42 +324,3 @@ def _unfinished_run(client: Any, folder: Path, uri: str) -> str | None:
     except Exception:  # no such file, or no such run any more
         return None
     return str(info.run_id) if info.status != "FINISHED" and info.lifecycle_stage == "active" else None
-
-
-def _settle_dead_runs(client: Any, experiment_id: str) -> None:
-    """Set runs to KILLED whose process on this machine is gone without having said so."""
-    where = f"attributes.status = 'RUNNING' and tags.`dflash.host` = '{socket.gethostname()}'"
-    for run in client.search_runs([experiment_id], where):
-        if not _alive(run.data.tags.get("dflash.process", "")):
-            client.set_terminated(run.info.run_id, "KILLED")
-
-
-def _process_tags() -> dict[str, str]:
-    process = psutil.Process()
-    return {
-        "mlflow.user": getpass.getuser(),
-        "mlflow.source.name": "dflashctl",
-        "dflash.host": socket.gethostname(),
-        "dflash.process": f"{process.pid}@{process.create_time():.0f}",  # ids are used again, starting times tell them apart
-    }
-
-
-def _alive(process: str) -> bool:
-    pid, _, started = process.partition("@")
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 2
-    except (psutil.Error, ValueError):
-        return False
-
-
-def _git_tags() -> dict[str, str]:
-    """Commit and branch of the code, where it runs from a checkout."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-
-    try:
-        return {"mlflow.source.git.commit": git("rev-parse", "HEAD"), "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD")}
-    except (OSError, subprocess.SubprocessError):
-        return {}

@@ -70,7 +70,7 @@ def test_annotation_gives_every_key_its_meaning_type_and_default() -> None:
     lines = text.splitlines()
     keys = [index for index, line in enumerate(lines) if ": " in line and not line.lstrip().startswith("#")]
     assert len(keys) > 60
-    assert all(lines[index - 1].lstrip().startswith("# ") and "default" in lines[index - 1] or "required" in lines[index - 1] for index in keys)
+    assert all((lines[index - 1].lstrip().startswith("# ") and "default" in lines[index - 1]) or "required" in lines[index - 1] for index in keys)
 
 
 @pytest.mark.parametrize(
