@@ -146,9 +146,9 @@ class MetricJournal:
                     records += _records(file.readline())
                 for start in range(0, len(records), BATCH):
                     self._send(records[start : start + BATCH])
-                with self._wake:
+                self._sent_path.write_text(str(file.tell()), encoding="utf-8")
+                with self._wake:  # held for no input or output: a training step may be waiting for it
                     self._sent = file.tell()
-                    self._sent_path.write_text(str(self._sent), encoding="utf-8")
                     self._wake.notify_all()
 
     def _recover(self) -> dict[str, int]:
