@@ -19,8 +19,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from benchmarks.common import SHAPES, Recorder, Shape, anchors_of, arguments, recorder_for
 from dflash_core.drafter import dflash_block_mask
 
-SAFE = {"ROWS_GUARANTEED_SAFE": True}  # every query sees its own block
-
 
 def bwd(m1: int, n1: int, m2: int, n2: int, warps: int, stages: int) -> dict[str, Any]:
     """Kernel options of the backward pass: tiles of the dk/dv part, of the dq part, warps and stages."""
@@ -38,19 +36,9 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grouped": ("grouped", 128, {}),
     "batched": ("batched", 128, {}),
     "expanded": ("expanded", 128, {}),
-    "batched.safe": ("batched", 128, SAFE),
-    "batched.safe.prescale": ("batched", 128, SAFE | {"PRESCALE_QK": True}),
-    "batched.bwd64": ("batched", 128, SAFE | bwd(64, 64, 64, 64, 4, 3)),
-    "batched.bwd64x2": ("batched", 128, SAFE | bwd(64, 64, 64, 64, 4, 2)),
-    "batched.bwd64x128.warps4": ("batched", 128, SAFE | bwd(64, 128, 128, 64, 4, 3)),
-    "batched.bwd64x128.stages2": ("batched", 128, SAFE | bwd(64, 128, 128, 64, 8, 2)),
-    "batched.bwd128": ("batched", 128, SAFE | bwd(128, 128, 128, 128, 8, 2)),
-    "batched.bwd32x128": ("batched", 128, SAFE | bwd(32, 128, 128, 32, 8, 3)),
-    "grouped.bwd64": ("grouped", 128, SAFE | bwd(64, 64, 64, 64, 4, 3)),
-    "batched.fwd128x64": ("batched", 128, SAFE | fwd(128, 64, 8, 3)),
-    "batched.fwd128x128": ("batched", 128, SAFE | fwd(128, 128, 8, 2)),
-    "batched.tile64": ("batched", 64, SAFE | fwd(64, 64, 4, 3) | bwd(64, 64, 64, 64, 4, 3)),
-    "batched.tma": ("batched", 128, SAFE | {"USE_TMA": True}),
+    "batched.bwd64": ("batched", 128, bwd(64, 64, 64, 64, 4, 2)),
+    "batched.fwd128x128": ("batched", 128, fwd(128, 128, 8, 2)),
+    "batched.tile64": ("batched", 64, fwd(64, 64, 4, 3) | bwd(64, 64, 64, 64, 4, 3)),
 }
 
 
@@ -109,7 +97,7 @@ def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None 
             result = [forward().detach(), *(both() if on_gpu else ())]
             expected.extend(result if not expected else [])
             errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(result, expected, strict=True)]
-            if max(errors) > 2e-2:
+            if not all(error < 2e-2 for error in errors):  # NaN fails too
                 raise ValueError(f"differs from the first variant by {errors}")
             detail: dict[str, Any] = {"layout": layout, "options": options, "errors": [round(error, 6) for error in errors]}
             recorder.measure(f"attention.forward.{shape.name}.{name}", forward, tflop=round(tflop, 4), **detail)

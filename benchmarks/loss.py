@@ -18,7 +18,7 @@ from dflash_core.objective import IGNORED, linear_cross_entropy
 from dflash_core.objective.cross_entropy import softmax_gradient_
 from dflash_core.objective.reference import reference_linear_cross_entropy
 
-KERNELS = ((4096, 8, 1), (4096, 8, 3), (8192, 16, 1), (8192, 16, 2), (8192, 16, 3), (8192, 32, 3), (16_384, 32, 1))
+KERNELS = ((2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16), (8192, 16), (16_384, 32))  # block and warps
 
 
 def measure_loss(recorder: Recorder, shape: Shape) -> None:
@@ -114,10 +114,10 @@ def _kernels(recorder: Recorder, shape: Shape, rows: Tensor, weight_VH: Tensor, 
     def setup() -> None:
         logits_CV.copy_(fresh_CV)
 
-    for block, warps, stages in KERNELS:
+    for block, warps in KERNELS:
         recorder.measure(
-            f"loss.kernel.{shape.name}.{block}x{warps}x{stages}",
-            partial(softmax_gradient_triton_, logits_CV, labels, None, True, block=block, num_warps=warps, stages=stages),
+            f"loss.kernel.{shape.name}.{block}x{warps}",
+            partial(softmax_gradient_triton_, logits_CV, labels, None, True, block=block, num_warps=warps),
             setup=setup, slots=len(rows), gigabytes=gigabytes,
         )  # fmt: skip
     compiled = torch.compile(_softmax_gradient_torch_, dynamic=False)

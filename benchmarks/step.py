@@ -12,6 +12,7 @@ torch's fused AdamW over fp32 copies of the gradients. Both clip by the global n
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +26,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.nn.attention.flex_attention import BlockMask
 
 import dflash_core.drafter.model as drafter_model
-from benchmarks.attention import SAFE, attend, mask_for, measure_attention
+from benchmarks.attention import attend, mask_for, measure_attention
 from benchmarks.common import SHAPES, Recorder, Shape, anchors_of, arguments, matmul_ceiling, recorder_for, time_ms, triton_runs
 from benchmarks.loss import measure_loss
 from benchmarks.mask import measure_mask
@@ -156,6 +157,8 @@ def _measure_variant(recorder: Recorder, shape: Shape, name: str, variant: str, 
     results.append(step())
     losses, norms = ([round(float(value), 4) for value in column] for column in zip(*results, strict=True))
     detail = {"variant": variant, "losses": losses, "norms": norms, "min": round(min(samples), 3), "max": round(max(samples), 3)}
+    if not all(math.isfinite(value) for value in losses + norms):
+        raise ValueError(f"losses {losses} and gradient norms {norms} are not finite")
     milliseconds = statistics.median(samples)
     recorder.add(name, milliseconds, "ms", len(samples), detail)
     recorder.add(
@@ -176,7 +179,7 @@ def build(variant: str, shape: Shape, device: torch.device) -> Step:
         torch.cuda.reset_peak_memory_stats(device)
 
     def flex(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
-        return attend(layout, q, k, v, block_mask, SAFE)
+        return attend(layout, q, k, v, block_mask, {})
 
     drafter_model.flex_attention = flex  # type: ignore[assignment, attr-defined]
     return Step(shape, device, layout, optimiser, int(chunk))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, NUM_WARPS, STAGES = 8192, 16, 3
+BLOCK, NUM_WARPS = 4096, 8  # measured: loads that run ahead gain nothing once several programs share a multiprocessor
 
 
 @triton.jit
@@ -37,7 +37,6 @@ def _softmax_gradient_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     WANT_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
@@ -50,7 +49,7 @@ def _softmax_gradient_kernel(  # type: ignore[no-untyped-def]
         largest = float("-inf")
         total = tl.zeros([BLOCK], tl.float32)
         earlier_tie = tl.zeros([BLOCK], tl.int32)
-        for start in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
+        for start in range(0, VOCABULARY, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < VOCABULARY
             logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
@@ -63,7 +62,7 @@ def _softmax_gradient_kernel(  # type: ignore[no-untyped-def]
         nll = log_sum - label_logit
         hit = (label_logit >= largest) & (tl.max(earlier_tie, 0) == 0)  # argmax takes the first of equal logits
         if WANT_GRADIENT:
-            for back in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
+            for back in range(0, VOCABULARY, BLOCK):
                 columns = (VOCABULARY - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
                 inside = columns < VOCABULARY
                 logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
@@ -83,7 +82,6 @@ def softmax_gradient_triton_(
     gradient_CV: Tensor | None = None,
     block: int = BLOCK,
     num_warps: int = NUM_WARPS,
-    stages: int = STAGES,
 ) -> tuple[Tensor, Tensor]:
     """``cross_entropy.softmax_gradient_`` as one kernel launch; the arithmetic is float32 whatever the dtype of the logits.
 
@@ -108,7 +106,6 @@ def softmax_gradient_triton_(
         HAS_SOFTCAP=softcap is not None,
         WANT_GRADIENT=want_gradient,
         BLOCK=block,
-        STAGES=stages,
         num_warps=num_warps,
     )
     return nll_C, hit_C
