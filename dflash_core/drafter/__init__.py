@@ -6,24 +6,28 @@ from dflash_core.drafter.card import model_card
 from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_core.drafter.config import DFlashConfig, default_tap_layers
 from dflash_core.drafter.export import export_drafter, verify_export
-from dflash_core.drafter.masks import dflash_block_mask, dflash_dense_mask
-from dflash_core.drafter.model import DFlashDrafter
+from dflash_core.drafter.masks import BlockMaskTensors, as_block_mask, block_mask_tensors, dflash_block_mask, dflash_dense_mask
+from dflash_core.drafter.model import DFlashDrafter, flex_copies
 from dflash_core.drafter.spec import SPECS, DrafterSpec
 
 __all__ = [
     "IGNORE",
     "SPECS",
+    "BlockMaskTensors",
     "DFlashConfig",
     "DFlashDrafter",
     "DrafterCache",
     "DrafterSpec",
+    "as_block_mask",
     "block_labels",
+    "block_mask_tensors",
     "block_positions",
     "block_tokens",
     "default_tap_layers",
     "dflash_block_mask",
     "dflash_dense_mask",
     "export_drafter",
+    "flex_copies",
     "load_checkpoint",
     "model_card",
     "sample_anchors",

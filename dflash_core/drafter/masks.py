@@ -9,6 +9,8 @@ only its own block, which keeps its softmax finite, and nothing sees it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -58,7 +60,52 @@ def dflash_dense_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: i
     return visible(query, key, start, anchor, T, block_size)
 
 
-def dflash_block_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE) -> BlockMask:
+class BlockMaskTensors(NamedTuple):
+    """Everything a block mask is made of: what ``block_mask_tensors`` computes, inside torch.compile or not, and ``as_block_mask`` puts together.
+
+    start, anchor: [B, N] context interval of each block; the rest are flex_attention's lists of partly and entirely visible tiles, by query
+    tile (kv) and by key tile (q).
+    """
+
+    start: Tensor
+    anchor: Tensor
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+
+
+def block_mask_tensors(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1) -> BlockMaskTensors:
+    """The tensors of ``dflash_block_mask``, arguments as there; the lists ``copies`` times over, one copy after the other.
+
+    Copies of one row serve as many rows of queries over the same keys, which is how the model lays grouped heads out.
+    """
+    start_BN, anchor_BN = context_intervals(anchors_BN, document_ids_BT)
+    partial, full = _tiles(start_BN.int(), anchor_BN.int(), document_ids_BT.shape[1], block_size, tile)
+    lists = (*_lists(partial), *_lists(full), *_lists(partial.transpose(-2, -1)), *_lists(full.transpose(-2, -1)))
+    return BlockMaskTensors(start_BN, anchor_BN, *(x.repeat(copies, 1, *[1] * (x.dim() - 2)) if copies > 1 else x for x in lists))
+
+
+def as_block_mask(tensors: BlockMaskTensors, context_length: int, block_size: int, tile: int = TILE) -> BlockMask:
+    """flex_attention's object around the tensors. It launches nothing."""
+    B, N = tensors.anchor.shape
+    Q = N * block_size
+    start_BN, anchor_BN, *_ = tensors
+    lists = {name: value for name, value in tensors._asdict().items() if name not in ("start", "anchor")}
+
+    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        slot = query // block_size
+        row = b % B  # copies of the lists share one row of intervals
+        return visible(query, key, start_BN[row, slot], anchor_BN[row, slot], context_length, block_size)
+
+    return BlockMask(seq_lengths=(Q, context_length + Q), BLOCK_SIZE=(tile, tile), mask_mod=mask_mod, **lists)
+
+
+def dflash_block_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1) -> BlockMask:
     """flex_attention's mask of the same rule, equal to what ``create_block_mask`` finds by evaluating all Q * (T + Q) pairs.
 
     Made from the context intervals alone: a tile of queries covers a few blocks, and whether their intervals miss, touch or fill a tile of keys
@@ -70,35 +117,12 @@ def dflash_block_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: i
         document_ids_BT: [B, T] int, equal within a document, -1 for padding
         block_size:      S
         tile:            side of a tile
+        copies:          as in ``block_mask_tensors``
 
     Returns:
-        A BlockMask over [B, 1, Q, T + Q], with the transposed lists that the backward pass walks.
+        A BlockMask over [B * copies, 1, Q, T + Q], with the transposed lists that the backward pass walks.
     """
-    T, Q = document_ids_BT.shape[1], anchors_BN.shape[1] * block_size
-    start_BN, anchor_BN = context_intervals(anchors_BN, document_ids_BT)
-    partial, full = _tiles(start_BN.int(), anchor_BN.int(), T, block_size, tile)
-
-    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        slot = query // block_size
-        return visible(query, key, start_BN[b, slot], anchor_BN[b, slot], T, block_size)
-
-    kv_num_blocks, kv_indices = _lists(partial)
-    full_kv_num_blocks, full_kv_indices = _lists(full)
-    q_num_blocks, q_indices = _lists(partial.transpose(-2, -1))
-    full_q_num_blocks, full_q_indices = _lists(full.transpose(-2, -1))
-    return BlockMask(
-        seq_lengths=(Q, T + Q),
-        kv_num_blocks=kv_num_blocks,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=full_kv_num_blocks,
-        full_kv_indices=full_kv_indices,
-        q_num_blocks=q_num_blocks,
-        q_indices=q_indices,
-        full_q_num_blocks=full_q_num_blocks,
-        full_q_indices=full_q_indices,
-        BLOCK_SIZE=(tile, tile),
-        mask_mod=mask_mod,
-    )
+    return as_block_mask(block_mask_tensors(anchors_BN, document_ids_BT, block_size, tile, copies), document_ids_BT.shape[1], block_size, tile)
 
 
 def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, tile: int) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class Attention(nn.Module):
     def attend(self, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         """[B, Q, H]."""
         if isinstance(mask, BlockMask):
-            out = flex_attention(q_BAQD, k_BGXD, v_BGXD, block_mask=mask, enable_gqa=self.enable_gqa)
+            out = flex(q_BAQD, k_BGXD, v_BGXD, mask)
         elif mask is None:
             out = functional.scaled_dot_product_attention(q_BAQD, k_BGXD, v_BGXD, enable_gqa=self.enable_gqa)
         else:
@@ -185,10 +185,25 @@ class DFlashDrafter(nn.Module):
         Returns:
             [B, Q, H] in the dtype of the weights, after the final norm.
         """
+        dtype = self.fc.weight.dtype
+        rotations = self.rotation(context_positions_BT, dtype), self.rotation(block_positions_BQ, dtype)
+        return self.forward_rotated(features_BTF, block_embeddings_BQH, *rotations, mask)
+
+    def forward_rotated(
+        self,
+        features_BTF: Tensor,
+        block_embeddings_BQH: Tensor,
+        context_rotation: Rotation,
+        block_rotation: Rotation,
+        mask: Tensor | BlockMask,
+    ) -> Tensor:
+        """``forward`` with the positions as ``rotation`` gives them.
+
+        Compiled from here on, a kernel reads cosines and sines; compiled with them, each works those of every element out anew, which made rope's
+        backward pass seven times slower than its bytes.
+        """
         context_BTH = self.context(features_BTF)
         x_BQH = block_embeddings_BQH.to(context_BTH.dtype)
-        context_rotation = self.rotation(context_positions_BT, context_BTH.dtype)
-        block_rotation = self.rotation(block_positions_BQ, context_BTH.dtype)
         for layer in self._draft_layers():
             k_context, v_context = layer.self_attn.keys_values(context_BTH, context_rotation)
 
@@ -233,6 +248,28 @@ class DFlashDrafter(nn.Module):
         angles = positions_BX[..., None].float() * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)[:, :, None]
         return (angles.cos() * self.rope_factor).to(dtype), (angles.sin() * self.rope_factor).to(dtype)
+
+
+def flex_copies(config: DFlashConfig, rows: int) -> int:
+    """Copies of the lists that the block mask of ``rows`` rows should hold, which decides how ``flex`` lays the heads out."""
+    return config.num_heads // config.num_kv_heads if rows == 1 else 1
+
+
+def flex(q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: BlockMask) -> Tensor:
+    """flex_attention [B, A, Q, D], laid out so that the longest program of its backward pass is short.
+
+    Left to itself that pass walks all query heads of a group in one program, and the first tile of context, which nearly every query sees, keeps
+    one multiprocessor busy for longer than an even share of all work (benchmarks/RESULTS.md). So of one row the heads of a group become a batch
+    over the same keys and values, for which the mask holds copies; of several rows keys and values are repeated, since flex_attention shares
+    them over a whole batch or not at all.
+    """
+    group = q_BAQD.shape[1] // k_BGXD.shape[1]
+    if mask.kv_num_blocks.shape[0] == q_BAQD.shape[0]:
+        if group > 1:
+            k_BGXD, v_BGXD = k_BGXD.repeat_interleave(group, dim=1), v_BGXD.repeat_interleave(group, dim=1)
+        return flex_attention(q_BAQD, k_BGXD, v_BGXD, block_mask=mask)
+    q_RGQD = q_BAQD[0].unflatten(0, (-1, group)).transpose(0, 1)  # R query heads of a group
+    return flex_attention(q_RGQD, k_BGXD, v_BGXD, block_mask=mask).transpose(0, 1).flatten(0, 1)[None]
 
 
 def rotate(x_BXAD: Tensor, rotation: Rotation) -> Tensor:
