@@ -58,10 +58,9 @@ def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
     if cache is not None and not cache.is_file():
         yield Problem("data.response_cache", str(cache), "there is no such file", "Correct the path or leave it out")
     start = config.drafter.initial_checkpoint
-    if start is not None and not (start / "config.json").is_file():
-        yield Problem(
-            "drafter.initial_checkpoint", str(start), "is not a drafter folder: it has no config.json", "Name a folder that 'dflashctl export' wrote"
-        )
+    if start is not None and (missing := [name for name in ("config.json", "model.safetensors") if not (start / name).is_file()]):
+        message = f"is not a drafter folder: it has no {' and no '.join(missing)}"
+        yield Problem("drafter.initial_checkpoint", str(start), message, "Name a folder that 'dflashctl export' wrote")
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[Problem]:

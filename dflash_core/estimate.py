@@ -10,18 +10,23 @@ from __future__ import annotations
 import gzip
 import math
 import time
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import torch
 
+from dflash_core.config import PromptSource
 from dflash_core.drafter import DFlashConfig
-from dflash_core.pipeline import Plan
-from dflash_core.stages import Manifest
+from dflash_core.pipeline import Plan, planned_steps
 
 # Share of the measured matrix-product rate that a stage reaches, from runs of the demo on two cores.
 _EFFICIENCY = {"responses": 0.25, "shards": 0.6, "train": 0.5}
 _BYTES = {"float32": 4, "bfloat16": 2}
+_ROWS_OF_UNKNOWN = 10_000
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def measure_rates(device: str, dtype: torch.dtype) -> Rates:
     return Rates(product, vector)
 
 
-def _seconds_of(work, device: str) -> float:  # type: ignore[no-untyped-def]
+def _seconds_of(work: Callable[[], object], device: str) -> float:
     best = math.inf
     for _ in range(5):
         start = time.perf_counter()
@@ -64,12 +69,18 @@ def _seconds_of(work, device: str) -> float:  # type: ignore[no-untyped-def]
 
 
 def estimate(plan: Plan) -> dict[str, Estimate]:
-    """Estimate every stage of a plan whose target is known. Raises ``DFlashError`` if the target is not here."""
+    """Estimate every stage of a plan.
+
+    Raises:
+        TargetError: the target is not on this machine yet.
+        ConfigError: the samples are there and do not last for the steps that are asked for.
+    """
     config, info = plan.config, plan.info
     data, training = config.data, config.training
     rates = measure_rates(config.target.device, getattr(torch, config.target.dtype))
-    samples, tokens, response_tokens, exact = _amounts(plan)
-    about = "" if exact else "about "
+    amounts = _amounts(plan)
+    samples, tokens, response_tokens = amounts.samples, amounts.tokens, amounts.response_tokens
+    about = "" if amounts.exact else "about "
     drafter = DFlashConfig.from_target(info, config.drafter)
     body = sum(math.prod(shape) for shape in drafter.tensor_shapes().values())
     layer = info.hidden_size * (2 * info.num_heads + 2 * info.num_kv_heads) * info.head_dim + 3 * info.hidden_size * info.intermediate_size
@@ -78,20 +89,22 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     deepest = max(plan.tap_layers) + 1
 
     feature_bytes = tokens * len(plan.tap_layers) * info.hidden_size * _BYTES[config.extraction.feature_dtype]
-    rows = math.ceil(tokens / training.row_length)
-    steps = training.max_steps or max(1, training.epochs * rows // config.rows_per_step)
+    guess = training.max_steps or max(1, training.epochs * math.ceil(tokens / training.row_length) // config.rows_per_step)
+    steps = planned_steps(plan) if amounts.exact else guess
     slots = training.num_anchors * config.drafter.block_size
     row_operations = 6 * body * (slots + training.row_length // 2) + 4 * head * slots
     replica_bytes = body * (4 * 4 + _BYTES[training.precision]) + 2 * head * _BYTES[training.precision] + 8 * slots * 12 * info.hidden_size
-    decoded = (2 * config.evaluation.num_prompts + config.evaluation.untrained_prompts) * min(config.evaluation.max_new_tokens, data.max_length)
+    prompts = min(config.evaluation.num_prompts, amounts.heldout)
+    decoded = (2 * prompts + min(config.evaluation.untrained_prompts, prompts)) * min(config.evaluation.max_new_tokens, data.max_length)
     evaluation_bytes = (info.num_layers * layer + head) * _BYTES[config.evaluation.dtype]
     parallel = len(training.devices) if training.devices[0] != "cpu" else 1
 
-    generated = 0 if data.regenerate == "never" or (data.regenerate == "auto" and data.response_cache) else response_tokens
+    has_responses = data.regenerate == "never" or (data.regenerate == "auto" and data.response_cache is not None)
+    generated = 0 if has_responses else response_tokens * amounts.conversations // samples
     return {
         "target": Estimate(f"{info.num_layers} layers", None, None, None),
         "responses": Estimate(
-            f"{about}{samples} conversations", samples * 600, target_bytes,
+            f"{about}{amounts.conversations} conversations", amounts.conversations * 600, target_bytes,
             2 * (info.num_layers * layer + head) * generated / (rates.product * _EFFICIENCY["responses"]),
         ),
         "samples": Estimate(f"{about}{tokens} tokens", tokens * 5, None, tokens / 200_000),
@@ -104,34 +117,53 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
             f"{steps} steps of {config.rows_per_step} rows", body * 4 * (1 + 3 * training.keep_checkpoints), replica_bytes * len(training.devices),
             steps * config.rows_per_step * row_operations / (rates.product * _EFFICIENCY["train"] * parallel),
         ),
-        "evaluate": Estimate(f"{config.evaluation.num_prompts} prompts", 10**6, evaluation_bytes, 1.3 * decoded * evaluation_bytes / rates.vector),
+        "evaluate": Estimate(f"{prompts} prompts", 10**6, evaluation_bytes, 1.3 * decoded * evaluation_bytes / rates.vector),
         "export": Estimate(f"{body:,} weights", body * 2, None, 2.0),
     }  # fmt: skip
 
 
-def _amounts(plan: Plan) -> tuple[int, int, int, bool]:
-    """(samples, tokens, response tokens, exact?) of the training data."""
-    found = plan.stage("samples")
-    if found.manifest is not None:
-        counts = found.manifest.counts
-        return int(counts["train"]), int(counts["train_tokens"]), int(counts["train_supervised"]), True
+@dataclass(frozen=True)
+class _Amounts:
+    """Of the training data; ``heldout`` are the conversations for evaluation, ``exact`` is False for a guess from the settings."""
+
+    conversations: int
+    samples: int
+    tokens: int
+    response_tokens: int
+    heldout: int
+    exact: bool
+
+
+def _amounts(plan: Plan) -> _Amounts:
+    found = plan.stage("samples").manifest
+    if found is not None:
+        counts = found.counts
+        train, tokens, supervised = counts["train"], counts["train_tokens"], counts["train_supervised"]
+        return _Amounts(counts["conversations"], train, tokens, supervised, counts["heldout"], exact=True)
     data = plan.config.data
-    samples = sum(item.limit or _count_rows(item.source) for item in data.sources)
+    conversations = sum(_rows_of(item) for item in data.sources)
+    heldout = max(1, round(conversations * data.heldout_fraction))
+    samples = max(1, conversations - heldout)
     response = min(data.generation.max_new_tokens, data.max_length)
-    return samples, samples * min(data.max_length, 100 + response), samples * response, False
+    return _Amounts(conversations, samples, samples * min(data.max_length, 100 + response), samples * response, heldout, exact=False)
 
 
-def _count_rows(source: str) -> int:
-    if source.endswith(".parquet"):
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_metadata(source).num_rows
-    if not source.endswith((".jsonl", ".jsonl.gz")):
-        return 10_000  # a dataset that is not here yet: its size is not known before it is fetched
-    with gzip.open(source, "rb") if source.endswith(".gz") else Path(source).open("rb") as file:
-        return sum(1 for _ in file)
+def _rows_of(item: PromptSource) -> int:
+    rows = _count_rows(item.source)
+    if rows is None:
+        return item.limit or _ROWS_OF_UNKNOWN
+    return min(rows, item.limit or rows)
 
 
-def seconds_before(manifest: Manifest | None) -> float | None:
-    """How long a stage took when it was run, if it was."""
-    return manifest.seconds if manifest else None
+def _count_rows(source: str) -> int | None:
+    """Rows of a file. None for a dataset that is not here yet, and for a file that cannot be read, which is an error when it is."""
+    name = source.lower()
+    try:
+        if name.endswith(".parquet"):
+            return int(pyarrow.parquet.read_metadata(source).num_rows)
+        if name.endswith((".jsonl", ".jsonl.gz")):
+            with gzip.open(source, "rb") if name.endswith(".gz") else Path(source).open("rb") as file:
+                return sum(1 for _ in file)
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException):
+        pass
+    return None

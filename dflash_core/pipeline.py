@@ -12,6 +12,9 @@ whatever partial work it finds.
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +24,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from dflash_core.checks import check_environment, check_target
+from dflash_core.checks import check_environment, check_schedule, check_target
 from dflash_core.config import PipelineConfig, annotated_yaml, digest_of
 from dflash_core.data import SampleTable, build_responses, write_samples
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, default_tap_layers, export_drafter
 from dflash_core.errors import DFlashError, TargetError, TrainingError
 from dflash_core.evaluation import EvaluationResult, evaluate_drafter
-from dflash_core.feed import ShardRows
+from dflash_core.feed import pack_rows
 from dflash_core.shards import ShardDataset, expected_of, extract
 from dflash_core.stages import (
     Manifest,
@@ -36,13 +39,15 @@ from dflash_core.stages import (
     Stopwatch,
     atomic_write,
     file_sha256,
+    make_ready,
     no_metrics,
     no_progress,
     stage_lock,
     write_json_atomic,
 )
 from dflash_core.target import TargetInfo, TargetModel, TargetVocabulary, load_tokenizer, resolve_target
-from dflash_core.training import WarmUpReport, count_steps, train
+from dflash_core.target.fetch import is_path
+from dflash_core.training import WarmUpReport, train
 from dflash_core.training import warm_up as warm_up_replicas
 
 STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evaluate", "export")
@@ -50,8 +55,17 @@ STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evalu
 # Raised by hand when a stage gives another result for the same input; results of older versions are then made again.
 CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 1, "train": 1, "evaluate": 1, "export": 1}
 
+_TARGET = "target.json"
+
 # Settings of training that change how it is run and watched, not what comes out.
 _OPERATIONAL = {"queue_rows", "log_every", "checkpoint_every", "keep_checkpoints", "compare_replicas_every", "stall_timeout_s"}
+
+# Files that a stage makes anew from the rest of its folder; where others are damaged, it begins from nothing.
+_REPAIRABLE = {"shards": ("*",), "train": ("final/*", "training.json"), "evaluate": ("evaluation.json",)}
+_NOT_A_RESULT = {"train": ("checkpoints/*",)}  # may be deleted to save space
+_CHECKED_BY_READER = {"shards": ("shard-*.safetensors",)}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,9 +125,9 @@ class Plan:
 
     @property
     def info(self) -> TargetInfo:
-        """What is known of the target. Raises ``DFlashError`` before the stage 'target' has run."""
+        """What is known of the target. Raises ``TargetError`` before the stage 'target' has run."""
         if self._info is None:
-            raise DFlashError(f"The target {self.config.target.model} is not here yet. Run the stage 'target' first.")
+            raise TargetError(f"The target {self.config.target.model} is not here yet. Run the stage 'target' first.")
         return self._info
 
     def learn_target(self, info: TargetInfo) -> None:
@@ -160,7 +174,7 @@ class Plan:
         if name == "warm_up":
             reason = "not needed, training is done" if self.stage("train").cached else "runs in the process that trains, every time"
             return StagePlan(name, key, None, None, reason)
-        folder = self.workspace / "stages" / f"{name}-{key[:12]}"
+        folder = self._folder(name, key)
         manifest = Manifest.read(folder)
         if manifest is None:
             partial = folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir())
@@ -168,8 +182,8 @@ class Plan:
         if manifest.key != key:
             return StagePlan(name, key, folder, None, "its manifest is of other settings")
         problem = manifest.problem(folder)
-        if problem is None and name == "target" and (self._info is None or self._info.digest != manifest.counts["digest"]):
-            problem = "the target's files are gone" if self._info is None else "the target's files have changed"
+        if problem is None and name == "target":
+            problem = self._problem_of_target(folder)
         return StagePlan(name, key, folder, None if problem else manifest, problem)
 
     @property
@@ -179,10 +193,19 @@ class Plan:
 
     def folder(self, name: str) -> Path:
         """Folder of a stage. Raises ``DFlashError`` while its key is not known."""
-        folder = self.stage(name).folder
-        if folder is None:
+        key = self.key(name)
+        if key is None:
             raise DFlashError(f"The folder of the stage '{name}' is not known before the stage 'target' has run.")
-        return folder
+        return self._folder(name, key)
+
+    def _folder(self, name: str, key: str) -> Path:
+        return self.workspace / "stages" / f"{name}-{key[:12]}"
+
+    def _problem_of_target(self, folder: Path) -> str | None:
+        if self._info is None:
+            return "the target's files are gone"
+        same = json.loads((folder / _TARGET).read_bytes()) == json.loads(json.dumps(self._info.to_dict()))
+        return None if same else "the target's files have changed"
 
     def _what_is_new(self, name: str, key: str) -> str:
         others = sorted((self.workspace / "stages").glob(f"{name}-*")) if (self.workspace / "stages").is_dir() else []
@@ -250,7 +273,7 @@ class Plan:
         return {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json")}
 
     def _export_depends_on(self) -> dict[str, Any]:
-        return {"evaluate": self.key("evaluate")}
+        return {"evaluate": self.key("evaluate"), "target": [self.info.name, self.info.revision]}  # which its config.json and its card name
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -268,6 +291,7 @@ def run_stage(
 ) -> StageResult:
     """Run one stage, or find it done; partial work of a killed process is resumed.
 
+    Why it is run is told the log: as a warning where a finished stage was damaged since.
     Warm-up has no result on disk: it is ``warm_up`` below, and training calls it where it is missing.
 
     Raises:
@@ -285,9 +309,14 @@ def run_stage(
         found = plan.stage(name)  # another process may have finished it while this one waited for nothing but the lock
         if found.manifest is not None:
             return StageResult(name, folder, found.manifest, True, watch.seconds)
-        (folder / "manifest.json").unlink(missing_ok=True)
+        damaged = Manifest.read(folder) is not None
+        logger.log(logging.WARNING if damaged else logging.INFO, "%s is run: %s", name, found.why_not)
+        make_ready(folder, key, _REPAIRABLE.get(name, ()))
         counts = _RUNNERS[name](plan, folder, progress, on_metrics, stop)
-        manifest = Manifest.write(folder, stage=name, key=key, counts=counts, seconds=watch.seconds, code_version=CODE_VERSIONS[name])
+        manifest = Manifest.write(
+            folder, stage=name, key=key, counts=counts, seconds=watch.seconds, code_version=CODE_VERSIONS[name],
+            leave_out=_NOT_A_RESULT.get(name, ()), checked_by_reader=_CHECKED_BY_READER.get(name, ()),
+        )  # fmt: skip
     return StageResult(name, folder, manifest, False, watch.seconds)
 
 
@@ -301,9 +330,29 @@ def warm_up(plan: Plan) -> WarmUpReport | None:
     if plan.stage("train").cached:
         return None
     plan.release_target()
+    planned_steps(plan)
     return warm_up_replicas(
         plan.config, run_id=plan.run_id, dataset=_shards(plan), info=plan.info, vocabulary=_vocabulary(plan), folder=plan.folder("train")
     )
+
+
+def planned_steps(plan: Plan) -> int:
+    """Optimiser steps of the training, from the lengths of the samples: known, and checked, before anything is extracted.
+
+    Raises:
+        ConfigError: the data cannot fill the steps that are asked for.
+        DataError: the stage 'samples' has not run.
+    """
+    training = plan.config.training
+    rows = _rows_of_an_epoch(plan.folder("samples") / "train.parquet", training.row_length)
+    available = training.epochs * rows // plan.config.rows_per_step
+    check_schedule(plan.config, available, plan.source)
+    return training.max_steps or available
+
+
+@functools.lru_cache(maxsize=16)
+def _rows_of_an_epoch(samples: Path, row_length: int) -> int:
+    return len(pack_rows(SampleTable.open(samples).lengths, row_length, seed=0, epoch=0))  # as many for every seed and epoch
 
 
 def write_summary(plan: Plan, results: Mapping[str, StageResult], *, mlflow_run_id: str | None = None) -> Path:
@@ -348,15 +397,15 @@ def _target_on_this_machine(config: PipelineConfig) -> TargetInfo | None:
     try:
         return resolve_target(config.target, download=False)
     except TargetError:
-        if Path(config.target.model).expanduser().is_dir():
-            raise  # it is here, and something is wrong with it
+        if is_path(config.target.model) or Path(config.target.model).is_dir():
+            raise  # nobody would fetch it: the path is wrong, or something is wrong with what is there
         return None
 
 
 def _run_target(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
     info = resolve_target(plan.config.target, progress=progress)
     plan.learn_target(info)
-    write_json_atomic(folder / "target.json", info.to_dict())
+    write_json_atomic(folder / _TARGET, info.to_dict())
     return {"name": info.name, "revision": info.revision, "digest": info.digest, "layers": info.num_layers, "vocabulary": info.vocab_size}
 
 
@@ -386,6 +435,7 @@ def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: Metri
 
 def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
     target, taps = plan.config.target, plan.tap_layers
+    planned_steps(plan)
     model = plan.target_model(target.dtype, target.device)
     return extract(
         plan.config.extraction,
@@ -402,8 +452,7 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
 
 def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
     plan.release_target()
-    dataset = _shards(plan)
-    total = count_steps(plan.config, ShardRows(dataset, plan.config.training, plan.config.run.seed))
+    total = planned_steps(plan)
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         on_metrics(step, metrics)
@@ -412,7 +461,7 @@ def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricS
     result = train(
         plan.config,
         run_id=plan.run_id,
-        dataset=dataset,
+        dataset=_shards(plan),
         info=plan.info,
         vocabulary=_vocabulary(plan),
         folder=folder,
@@ -475,9 +524,7 @@ def _card_facts(plan: Plan) -> dict[str, object]:
     figures = evaluation_of(plan.folder("evaluate"))
     trained = figures.trained
     return {
-        "training data": f"{samples.counts['train']} conversations, {samples.counts['train_supervised']:,} response tokens"
-        if samples
-        else "",
+        "training data": f"{samples.counts['train']} conversations, {samples.counts['train_supervised']:,} response tokens" if samples else "",
         "digest of the data": f"`{plan.key('samples')}`",
         "training": f"{config.objective.weighting} weighting, learning rate {config.training.learning_rate:g}, {config.training.schedule}",
         "evaluated on": f"{figures.prompts} held-out prompts, greedy, {figures.max_new_tokens} new tokens at most, {figures.dtype}, {figures.device}",

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
+import functools
 import hashlib
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,6 @@ MetricSink = Callable[[int, Mapping[str, float]], None]
 """Called with (step, metrics). Must not block."""
 
 MANIFEST = "manifest.json"
-_HASH_UP_TO = 16 * 2**20  # larger files carry checksums of their own (shards, weights) that their readers verify
 
 
 def no_progress(done: int, total: int, unit: str) -> None:
@@ -40,11 +42,15 @@ def no_metrics(step: int, metrics: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success it is synced and renamed to ``path``, on failure removed."""
+    """Yield a temporary path beside ``path``; on success it is synced and renamed to ``path``, on failure removed.
+
+    Whoever may read the folder may read the file: safetensors by itself lets nobody but the owner.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        temporary.chmod(path.parent.stat().st_mode & 0o666)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -74,8 +80,19 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@functools.lru_cache(maxsize=4096)
+def _sha256_of_version(path: Path, size: int, modified_ns: int, inode: int) -> str:
+    """A plan looks at the same files many times, and they may be large."""
+    return file_sha256(path)
+
+
+def _sha256_of(path: Path) -> str:
+    status = path.stat()
+    return _sha256_of_version(path.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
+
+
 class FileRecord(BaseModel):
-    """A file of a finished stage. ``sha256`` is None for large files, which carry checksums of their own."""
+    """A file of a finished stage. ``sha256`` is None where the file's own reader verifies it (shards, which may be terabytes)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     path: str
@@ -96,10 +113,19 @@ class Manifest(BaseModel):
     code_version: int
 
     @classmethod
-    def write(cls, folder: Path, *, stage: str, key: str, counts: Mapping[str, Any], seconds: float, code_version: int) -> Manifest:
-        """Record every file of ``folder`` and finish the stage."""
-        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and not _ignored(path))
-        files = tuple(_record(folder, name) for name in names)
+    def write(
+        cls, folder: Path, *, stage: str, key: str, counts: Mapping[str, Any], seconds: float, code_version: int,
+        leave_out: Sequence[str] = (), checked_by_reader: Sequence[str] = (),
+    ) -> Manifest:  # fmt: skip
+        """Record the files of ``folder`` and finish the stage.
+
+        Args:
+            leave_out: patterns of files that are not part of the result.
+            checked_by_reader: patterns of files that are recorded without a sha256.
+        """
+        found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and not _ignored(path))
+        wanted = [path for path in found if not _matches(path, leave_out)]
+        files = tuple(_record(folder, path, hashed=not _matches(path, checked_by_reader)) for path in wanted)
         created = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = cls(stage=stage, key=key, files=files, counts=dict(counts), seconds=round(seconds, 3), created=created, code_version=code_version)
         write_json_atomic(folder / MANIFEST, manifest.model_dump(mode="json"))
@@ -115,25 +141,67 @@ class Manifest(BaseModel):
 
     def problem(self, folder: Path) -> str | None:
         """The first difference between the manifest and the files in ``folder``, or None."""
-        for record in self.files:
-            path = folder / record.path
-            if not path.is_file():
-                return f"{record.path} is missing"
-            if (size := path.stat().st_size) != record.bytes:
-                return f"{record.path} has {size} bytes instead of {record.bytes}"
-            if record.sha256 is not None and file_sha256(path) != record.sha256:
-                return f"{record.path} has changed since it was written"
-        return None
+        return next(iter(self.problems(folder).values()), None)
+
+    def problems(self, folder: Path) -> dict[str, str]:
+        """Path within ``folder`` → what is wrong, for every file that is not as it was written."""
+        return {record.path: problem for record in self.files if (problem := _problem(record, folder / record.path))}
 
 
-def _record(folder: Path, name: str) -> FileRecord:
-    path = folder / name
-    size = path.stat().st_size
-    return FileRecord(path=name, bytes=size, sha256=file_sha256(path) if size <= _HASH_UP_TO else None)
+def _problem(record: FileRecord, path: Path) -> str | None:
+    if not path.is_file():
+        return f"{record.path} is missing"
+    if (size := path.stat().st_size) != record.bytes:
+        return f"{record.path} has {size} bytes instead of {record.bytes}"
+    if record.sha256 is not None and _sha256_of(path) != record.sha256:
+        return f"{record.path} has changed since it was written"
+    return None
+
+
+def _record(folder: Path, path: Path, *, hashed: bool) -> FileRecord:
+    return FileRecord(path=path.as_posix(), bytes=(folder / path).stat().st_size, sha256=_sha256_of(folder / path) if hashed else None)
+
+
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(path.as_posix(), pattern) for pattern in patterns)
 
 
 def _ignored(path: Path) -> bool:
     return path.name in (MANIFEST, LOCK) or path.name.endswith(".tmp")
+
+
+def make_ready(folder: Path, key: str, repairable: Sequence[str] = ()) -> None:
+    """Before a stage is run in ``folder``: take away whatever it must not build upon. The caller holds the folder's lock.
+
+    That is what a killed process left half written and, where the stage was finished once, every damaged file; with the rest,
+    unless all that is damaged are files that the stage makes anew from the rest.
+
+    Args:
+        key: of the stage now.
+        repairable: patterns of the files that it makes anew by themselves.
+    """
+    for leftover in folder.rglob(".*.tmp"):
+        if leftover.is_file():
+            leftover.unlink()
+    manifest = Manifest.read(folder)
+    if manifest is not None:
+        damaged = [Path(name) for name in manifest.problems(folder)]
+        if manifest.key == key and all(_matches(path, repairable) for path in damaged):
+            for path in damaged:
+                (folder / path).unlink(missing_ok=True)
+        else:
+            _empty(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)  # last: until then the damage is known
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name in (MANIFEST, LOCK):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 LOCK = ".lock"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_core.config import PipelineConfig, load_config
+from dflash_core.errors import ConfigError
 from flows.server import prefect_api
 
 _QUIET = {
@@ -36,7 +37,10 @@ def run_here(path: Path, overrides: Sequence[str]) -> Path:
         import flows.train_drafter  # noqa: F401
 
     with prefect_api(meanwhile=check):
-        return _run(config)
+        try:
+            return _run(config)
+        except ConfigError as error:
+            raise ConfigError(str(path), error.problems) from error  # the flow knows the settings, not the file they are from
 
 
 def _run(config: PipelineConfig) -> Path:

@@ -39,7 +39,7 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None, progress
     local = Path(config.model).expanduser()
     if local.is_dir():
         return read_target_info(local, trust_remote_code=config.trust_remote_code)
-    if _is_path(config.model):
+    if is_path(config.model):
         raise TargetError(f"target.model = {config.model!r}: expected the folder of a model, found nothing at {local.absolute()}. Correct the path.")
     progress(0, 1, "targets")
     folder = _snapshot(config, download)
@@ -47,7 +47,7 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None, progress
     return read_target_info(folder, name=config.model, revision=folder.name, trust_remote_code=config.trust_remote_code)
 
 
-def _is_path(model: str) -> bool:
+def is_path(model: str) -> bool:
     """Whether a name can only be meant as a path: repositories are called ``name`` or ``owner/name``."""
     return model.startswith((".", "~", os.sep)) or model.count("/") > 1 or "\\" in model
 

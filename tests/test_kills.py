@@ -1,0 +1,190 @@
+"""SIGKILL in every stage, and again before each stage is marked as finished: what is done is not done again, and nothing comes out differently."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dflash_core.config import load_config
+from tests.kill_child import moments
+from tests.tiny_run import ON_DISK, STEPS
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+TIMED = ("manifest.json", "metrics.jsonl", "state.json", "training.json", "evaluation.json", "prompts.jsonl", "README.md")  # say how long it took
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("home")
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DFLASH_CACHE": str(home / "cache"), "PREFECT_HOME": str(home / "prefect")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+    """A folder with the workspaces ``calm-R`` and ``killed-R`` for R replicas."""
+    folder = tmp_path_factory.mktemp("kills")
+    command = [sys.executable, "-m", "tests.kill_child", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(params=[1, 2], ids=["one replica", "two replicas"])
+def replicas(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def calm(runs: Path, replicas: int) -> Path:
+    return runs / f"calm-{replicas}"
+
+
+@pytest.fixture
+def killed(runs: Path, replicas: int) -> Path:
+    return runs / f"killed-{replicas}"
+
+
+def lives(workspace: Path) -> list[list[str]]:
+    """What each process of a workspace has said, one after the other."""
+    files = sorted((workspace / "lives").glob("*.txt"), key=lambda path: int(path.stem))
+    return [path.read_text().splitlines() for path in files]
+
+
+def inventories(workspace: Path) -> list[dict[str, list[int]]]:
+    """Inode and time of change of every file after the death of each process."""
+    return [json.loads((workspace / "lives" / f"{number}.json").read_text()) for number in range(len(lives(workspace)))]
+
+
+def done(lines: Iterator[str] | list[str]) -> Counter[str]:
+    """How often each kind of work was done."""
+    return Counter(line.removeprefix("did ") for line in lines if line.startswith("did "))
+
+
+def files(workspace: Path) -> dict[str, bytes]:
+    stages = workspace / "stages"
+    return {path.relative_to(stages).as_posix(): path.read_bytes() for path in stages.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def lines_of(workspace: Path, pattern: str) -> list[dict[str, Any]]:
+    (path,) = (workspace / "stages").glob(pattern)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_times(item) for name, item in value.items() if "seconds" not in name}
+    return value
+
+
+def test_the_final_weights_and_every_file_on_the_way_are_those_of_an_undisturbed_run(calm: Path, killed: Path) -> None:
+    expected, found = files(calm), files(killed)
+    assert sorted(found) == sorted(expected)
+    weights = [name for name in expected if name.endswith("final/model.safetensors")]
+    assert len(weights) == 1
+    assert found[weights[0]] == expected[weights[0]]
+    assert [name for name in expected if found[name] != expected[name] and Path(name).name not in TIMED] == []
+
+
+def test_losses_and_answers_are_those_of_an_undisturbed_run(calm: Path, killed: Path) -> None:
+    curves = [[(line["step"], line["loss"]) for line in lines_of(workspace, "train-*/metrics.jsonl")] for workspace in (calm, killed)]
+    assert curves[0] == curves[1]
+    assert [step for step, _ in curves[0]] == list(range(1, STEPS + 1))
+    answers = [[without_times(line) for line in lines_of(workspace, "evaluate-*/prompts.jsonl")] for workspace in (calm, killed)]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 3
+
+
+def test_no_response_no_shard_and_no_answer_is_made_twice_and_training_goes_back_to_its_checkpoint(calm: Path, killed: Path, replicas: int) -> None:
+    calls, expected = done([line for life in lives(killed) for line in life]), done(lives(calm)[0])
+    assert calls["generate"] == expected["generate"] == 4
+    assert calls["measure"] == expected["measure"] == 3
+    # It died in the 8th of 12 steps, after the checkpoint of the 5th.
+    per_step = 2 // replicas
+    assert expected["micro_step"] == STEPS * per_step
+    assert calls["micro_step"] == (8 * per_step - 1) + (STEPS - 5) * per_step
+    # Only the batches of the shard that was being written are computed again.
+    deaths = moments(replicas)
+    begun = deaths.index(("hidden_states", 6))
+    whole = {name for name in inventories(killed)[begun] if name.startswith("shards-") and name.endswith(".safetensors")}
+    assert len(whole) >= 1
+    assert expected["hidden_states"] < calls["hidden_states"] < expected["hidden_states"] + 5
+
+
+def test_a_finished_stage_is_found_by_every_later_process_and_its_files_are_not_touched(killed: Path) -> None:
+    told, seen = lives(killed), inventories(killed)
+    for name in ON_DISK:
+        states = [line.split()[1] for life in told for line in life if line.startswith(f"{name}: ")]
+        first = next(number for number, life in enumerate(told) if any(line.startswith(f"{name}: ") for line in life))
+        assert states[0] != "cached"
+        assert states[1:] == ["cached"] * (len(told) - 1 - first)
+        finished = {path: stat for path, stat in seen[first].items() if path.startswith(f"{name}-")}
+        assert any(path.endswith("manifest.json") for path in finished)
+        assert {path: stat for path, stat in seen[-1].items() if path.startswith(f"{name}-")} == finished
+    assert done(told[-1]) == {"write_json_atomic": 1}  # the summary
+
+
+def test_what_an_unfinished_stage_has_finished_is_kept_as_it_is(killed: Path, replicas: int) -> None:
+    seen, deaths = inventories(killed), moments(replicas)
+    at_death = seen[deaths.index(("hidden_states", 6))]
+    shards = [path for path in at_death if path.startswith("shards-") and not path.endswith(".tmp")]
+    assert any(path.endswith("shard-00000.safetensors") for path in shards)
+    assert not any(path.endswith("index.arrow") for path in shards)
+    assert {path: seen[-1][path] for path in shards} == {path: at_death[path] for path in shards}
+    begun = seen[deaths.index(("micro_step", 8 * 2 // replicas))]
+    assert {path.split("/")[2] for path in begun if "/checkpoints/" in path} == {"step-00000005"}
+
+
+def test_dflashctl_killed_in_training_goes_on_in_its_mlflow_run_and_leaves_no_process_and_the_same_weights(
+    runs: Path, environment: dict[str, str]
+) -> None:
+    from tasks.store import open_client
+
+    workspace = runs / "ctl"
+    arguments = ["run", str(runs / "tiny.yaml"), "--set", f"run.workspace={workspace}", "--set", "training.accumulation_steps=1"]
+    started: dict[int, psutil.Process] = {}
+    dies = [sys.executable, "-m", "tests.kill_child", str(runs), "micro_step", "8", *arguments]
+    with subprocess.Popen(dies, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        watched = psutil.Process(process.pid)
+        while process.poll() is None:
+            started.update(children_of(watched))
+            time.sleep(0.2)
+    assert process.returncode == -signal.SIGKILL
+    assert started, "it starts a temporary Prefect server"
+    psutil.wait_procs(list(started.values()), timeout=30)
+    assert [child for child in started.values() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    config = load_config(runs / "tiny.yaml", [f"run.workspace={workspace}"])
+    client, _ = open_client(config)
+    experiment = client.get_experiment_by_name("dflash").experiment_id
+    (parent,) = [run for run in client.search_runs([experiment]) if "dflash.stage" not in run.data.tags]
+    assert parent.info.status == "RUNNING"  # a killed process says nothing
+
+    again = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    summary = json.loads(Path(again.stdout.splitlines()[-1]).read_text())
+    assert {name for name, stage in summary["stages"].items() if stage["cached"]} == {"target", "responses", "samples", "shards"}
+    assert summary["mlflow_run_id"] == parent.info.run_id
+    stored = client.search_runs([experiment])
+    assert {run.info.status for run in stored} == {"FINISHED"}
+    assert len(stored) == 9
+    weights = [next(folder.glob("stages/train-*/final/model.safetensors")).read_bytes() for folder in (workspace, runs / "calm-2")]
+    assert weights[0] == weights[1]
+
+
+def children_of(process: psutil.Process) -> dict[int, psutil.Process]:
+    try:
+        return {child.pid: child for child in process.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return {}
