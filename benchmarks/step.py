@@ -1,12 +1,10 @@
-"""One training step of one replica on one GPU: labels, mask, compiled drafter, vocabulary loss, backward, clipping, AdamW with fp32 masters.
+"""One training step of the product: ``training.replica.Replica`` of one GPU on random data, from rows to updated weights.
 
 python -m benchmarks.step                                   everything, at one row of 2048
 python -m benchmarks.step --sections step profile --shape 4x3072
-python -m benchmarks.step --sections step --variants batched/fused/1024
+python -m benchmarks.step --sections step --variants product host
 
-A variant is attention layout / optimiser / loss chunk. The first one listed is recorded as ``step.bf16.<shape>``, the others with the variant
-as suffix. Optimisers: ``fused`` is one Triton kernel a tensor over bf16 weights and gradients with fp32 masters and moments; ``torch`` is
-torch's fused AdamW over fp32 copies of the gradients. Both clip by the global norm without waiting for the device.
+The variant ``product`` is recorded as ``step.bf16.<shape>``, the others with their name as suffix. Rows lie on the GPU, except in ``host``.
 """
 
 from __future__ import annotations
@@ -14,28 +12,34 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn import functional
 
-import dflash_core.drafter.model as drafter_model
-from benchmarks.attention import attend, mask_for, measure_attention
-from benchmarks.common import SHAPES, Recorder, Shape, anchors_of, arguments, matmul_ceiling, recorder_for, time_ms, triton_runs
+from benchmarks.attention import measure_attention
+from benchmarks.common import SHAPES, Recorder, Shape, anchors_of, arguments, matmul_ceiling, recorder_for, time_ms
 from benchmarks.loss import measure_loss
 from benchmarks.mask import measure_mask
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, block_labels, block_positions, block_tokens, dflash_dense_mask
-from dflash_core.objective import linear_cross_entropy, slot_weights
+from dflash_core.config import parse_config
+from dflash_core.drafter import DFlashConfig
+from dflash_core.feed import Row
+from dflash_core.training.guard import prepare_for_threads
+from dflash_core.training.replica import Replica
 
-VARIANTS = ("grouped/fused/1024", "batched/fused/1024", "batched/fused/2048", "batched/torch/1024")
-MAX_NORM, BETAS, LEARNING_RATE = 1.0, (0.9, 0.95), 6e-4
-OBJECTIVE = SimpleNamespace(weighting="decay", gamma=None, dpace_alpha=0.5)  # ObjectiveConfig's fields; pydantic may not be there
+# name: settings that differ from the product's
+VARIANTS: dict[str, dict[str, Any]] = {
+    "product": {},
+    "chunk2048": {"objective": {"chunk_slots": 2048}},
+    "accumulate2": {"training": {"accumulation_steps": 2}},
+    "host": {},
+}
+LEARNING_RATE = 6e-4
 
 
 def drafter_config(shape: Shape) -> DFlashConfig:
@@ -59,130 +63,110 @@ def drafter_config(shape: Shape) -> DFlashConfig:
     )
 
 
-class Optimiser:
-    """fp32 masters and moments of bf16 weights; ``update`` clips by the global norm and takes one step."""
+@dataclass(frozen=True)
+class RandomVocabulary:
+    """Embedding and head of a made-up target."""
 
-    def __init__(self, kind: str, weights: list[nn.Parameter]):
-        self.kind, self.weights = kind, weights
-        device = weights[0].device
-        self.masters = [nn.Parameter(weight.detach().float()) for weight in weights]
-        self.rate = torch.full((), LEARNING_RATE, device=device)
-        self.updates = torch.zeros((), device=device)
-        if kind == "torch":
-            self.adamw = torch.optim.AdamW(self.masters, lr=self.rate, betas=BETAS, weight_decay=0.0, fused=True)
-            for master in self.masters:
-                master.grad = torch.zeros_like(master)
-        else:
-            self.first, self.second = ([torch.zeros_like(master) for master in self.masters] for _ in range(2))
+    embedding_weight: Tensor
+    head_weight: Tensor
+    logit_softcap: float | None = None
+    logit_scale: float = 1.0
 
-    def update(self) -> Tensor:
-        """Returns the global norm of the gradients before clipping, float32 scalar on the device; a norm that is not finite changes nothing."""
-        gradients = [cast(Tensor, weight.grad) for weight in self.weights]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
-        scale = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
-        finite = norm.isfinite()
-        if self.kind == "torch":
-            copies = [cast(Tensor, master.grad) for master in self.masters]
-            torch._foreach_copy_(copies, gradients)
-            self.adamw.grad_scale, self.adamw.found_inf = 1 / scale, (~finite).float()  # type: ignore[attr-defined]
-            self.adamw.step()
-            torch._foreach_copy_([weight.data for weight in self.weights], [master.data for master in self.masters])
-        else:
-            from benchmarks.fused_adamw import adamw_
-
-            self.updates += finite
-            scale = torch.where(finite, scale, torch.nan)
-            weights, masters = [weight.data for weight in self.weights], [master.data for master in self.masters]
-            adamw_(weights, gradients, masters, self.first, self.second, scale=scale, learning_rate=self.rate, updates=self.updates, betas=BETAS)
-        for weight in self.weights:
-            weight.grad = None  # the backward pass then hands its own tensors over instead of adding to these
-        return norm
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., H]."""
+        return functional.embedding(ids, self.embedding_weight)
 
 
 class Step:
-    """A drafter with everything one training step needs, on random data."""
+    """A replica of the product on random data. Call it inside ``replica.on_device()``."""
 
-    def __init__(self, shape: Shape, device: torch.device, layout: str, optimiser: str, chunk: int):
-        self.shape, self.device, self.layout, self.chunk = shape, device, layout, chunk
-        self.config = drafter_config(shape)
+    def __init__(self, shape: Shape, device: torch.device, variant: str):
+        settings = VARIANTS[variant]
+        training = {
+            "devices": ["cuda:0" if device.type == "cuda" else "cpu"], "row_length": shape.T, "num_anchors": shape.N, "rows_per_microstep": shape.B,
+            "queue_rows": 2 * shape.B, "precision": "bfloat16", **settings.get("training", {}),
+        }  # fmt: skip
+        drafter = drafter_config(shape)
+        config = parse_config(
+            {
+                "target": {"model": shape.name},
+                "data": {"sources": [{"source": "none.jsonl"}], "max_length": shape.T},
+                "drafter": {"block_size": shape.S, "mask_token_id": drafter.mask_token_id},
+                "objective": {"chunk_slots": shape.chunk, **settings.get("objective", {})},
+                "training": training,
+            }
+        )
         torch.manual_seed(0)
         with torch.device(device):
-            self.drafter = DFlashDrafter(self.config).to(device, torch.bfloat16)
-            for weight in self.drafter.parameters():
-                if weight.dim() > 1:
-                    nn.init.normal_(weight, std=0.02)
-            self.head_VH = torch.randn(shape.V, shape.H).mul_(0.02).bfloat16()
-            self.embedding_VH = torch.randn(shape.V, shape.H).mul_(0.02).bfloat16()
-            self.features_BTF = torch.randn(shape.B, shape.T, self.config.feature_size, dtype=torch.bfloat16)
-            self.tokens_BT = torch.randint(0, shape.V, (shape.B, shape.T))
-            self.mask_BT = torch.ones(shape.B, shape.T, dtype=torch.bool)
-            self.positions_BT = torch.arange(shape.T).repeat(shape.B, 1)
-        self.anchors_BN, self.documents_BT = anchors_of(shape, device)
-        self.optimiser = Optimiser(optimiser, list(self.drafter.parameters()))
-        self.on_gpu = device.type == "cuda"
-        self.forward: Callable[..., Tensor] = torch.compile(self.drafter, dynamic=False, fullgraph=True) if self.on_gpu else self.drafter
+            vocabulary = RandomVocabulary(*(torch.randn(shape.V, shape.H).mul_(0.02).bfloat16() for _ in range(2)))
+        self.replica = Replica(0, torch.device(training["devices"][0]), config, drafter, vocabulary)
+        for weight in self.replica.layout.views(self.replica.moments.masters_P).values():
+            weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=0.02)
+        self.replica.moments.refresh()
+        self.rows = self._rows(shape, torch.device("cpu") if variant == "host" else device, drafter.feature_size)
+        self.micro_steps = config.training.accumulation_steps
+        self.replica.warm_up(self.rows)
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """One step; returns loss and gradient norm, on the device."""
-        S, config = self.shape.S, self.config
-        labels_BNS = block_labels(self.tokens_BT, self.mask_BT, self.documents_BT, self.anchors_BN, S, config.spec)
-        ids_BQ = block_tokens(self.tokens_BT, self.anchors_BN, config).flatten(1)
-        positions_BQ = block_positions(self.positions_BT, self.anchors_BN, S).flatten(1)
-        mask: BlockMask | Tensor
-        if self.on_gpu:
-            mask = mask_for(self.layout, self.shape, self.anchors_BN, self.documents_BT)
-        else:
-            mask = dflash_dense_mask(self.anchors_BN, self.documents_BT, S)
-        hidden_BQH = self.forward(self.features_BTF, self.embedding_VH[ids_BQ], self.positions_BT, positions_BQ, mask)
-        losses = linear_cross_entropy(
-            hidden_BQH.flatten(0, 1), self.head_VH, labels_BNS.flatten(), chunk_slots=self.chunk, max_labelled=self.shape.labelled
-        )  # fmt: skip
-        weights_BNS, denominator = slot_weights(cast(Any, OBJECTIVE), labels_BNS, losses.probability.view(labels_BNS.shape))
-        loss = (weights_BNS.flatten() * losses.nll).sum() / denominator
-        loss.backward()
-        return loss.detach(), self.optimiser.update()
+    @staticmethod
+    def _rows(shape: Shape, device: torch.device, feature_size: int) -> list[Row]:
+        anchors_BN, documents_BT = anchors_of(shape, device)
+        rows = []
+        for b in range(shape.B):
+            with torch.device(device):
+                features = torch.randn(shape.T, feature_size, dtype=torch.bfloat16)
+                tokens, positions = torch.randint(0, shape.V, (shape.T,)), torch.arange(shape.T)
+                mask = torch.ones(shape.T, dtype=torch.bool)
+            rows.append(Row(b, 0, features, tokens, documents_BT[b], positions, mask, anchors_BN[b], (f"row {b}",)))
+        return rows
+
+    def __call__(self) -> None:
+        """One optimiser step; waits for nothing."""
+        self.replica.begin_step()
+        for _ in range(self.micro_steps):
+            self.replica.micro_step(self.rows)
+        self.replica.close_step(False)
+        self.replica.apply(LEARNING_RATE)
 
 
 def measure_step(recorder: Recorder, shape: Shape, variants: list[str], ceiling: float) -> None:
     """Milliseconds, share of the matmul ceiling and peak memory of each variant."""
-    for i, variant in enumerate(variants):
-        name = f"step.bf16.{shape.name}" + ("" if i == 0 else "." + variant.replace("/", "-"))
+    for variant in variants:
+        name = f"step.bf16.{shape.name}" + ("" if variant == "product" else f".{variant}")
         recorder.attempt(f"{name}.peak", partial(_measure_variant, recorder, shape, name, variant, ceiling))
 
 
 def _measure_variant(recorder: Recorder, shape: Shape, name: str, variant: str, ceiling: float) -> None:
     step = build(variant, shape, recorder.device)
-    results = [step() for _ in range(3)]  # compiles on the first
-    samples = time_ms(step, recorder.device, repeats=30)
-    results.append(step())
-    losses, norms = ([round(float(value), 4) for value in column] for column in zip(*results, strict=True))
-    detail = {"variant": variant, "losses": losses, "norms": norms, "min": round(min(samples), 3), "max": round(max(samples), 3)}
+    with step.replica.on_device():
+        totals = []
+        for _ in range(3):
+            step()
+            totals.append(step.replica.totals_later()())
+        samples = time_ms(step, recorder.device, repeats=30)
+        step()
+        totals.append(step.replica.totals_later()())
+        peak = _memory(step, recorder.device)
+    losses, norms = [round(total.loss, 4) for total in totals], [round(total.grad_norm, 4) for total in totals]
     if not all(math.isfinite(value) for value in losses + norms):
         raise ValueError(f"losses {losses} and gradient norms {norms} are not finite")
+    detail = {"variant": variant, "losses": losses, "norms": norms, "min": round(min(samples), 3), "max": round(max(samples), 3)}
     milliseconds = statistics.median(samples)
+    flops = shape.flops * step.micro_steps
     recorder.add(name, milliseconds, "ms", len(samples), detail)
-    recorder.add(
-        f"{name}.ceiling_share", shape.flops / milliseconds / 1e9 / ceiling, "share", len(samples), {"tflop": shape.flops / 1e12, "ceiling": ceiling}
-    )
-    recorder.add(f"{name}.tokens", shape.B * shape.T / milliseconds * 1e3, "tok/s", len(samples))
-    peak = _memory(step, recorder.device)
+    recorder.add(f"{name}.ceiling_share", flops / milliseconds / 1e9 / ceiling, "share", len(samples), {"tflop": flops / 1e12, "ceiling": ceiling})
+    recorder.add(f"{name}.tokens", step.micro_steps * shape.B * shape.T / milliseconds * 1e3, "tok/s", len(samples))
     recorder.add(f"{name}.peak", peak.pop("peak_gib"), "GiB", 20, peak)
 
 
 def build(variant: str, shape: Shape, device: torch.device) -> Step:
-    """A step of a variant; frees whatever the variant before held, and hands the drafter its attention layout."""
-    layout, optimiser, chunk = variant.split("/")
+    """A warmed step of a variant; frees whatever the variant before held."""
+    prepare_for_threads()
     if device.type == "cuda":
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-    def flex(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
-        return attend(layout, q, k, v, block_mask, {})
-
-    drafter_model.flex_attention = flex  # type: ignore[assignment, attr-defined]
-    return Step(shape, device, layout, optimiser, int(chunk))
+    return Step(shape, device, variant)
 
 
 def _memory(step: Step, device: torch.device) -> dict[str, float]:
@@ -211,18 +195,19 @@ def profile_step(recorder: Recorder, shape: Shape, variant: str, folder: Path) -
 
     def run() -> None:
         step = build(variant, shape, recorder.device)
-        for _ in range(3):
-            step()
-        steps = 3
-        with torch.profiler.profile() as profiler:
-            for _ in range(steps):
+        on_gpu, steps = recorder.device.type == "cuda", 3
+        with step.replica.on_device():
+            for _ in range(3):
                 step()
-            if step.on_gpu:
-                torch.cuda.synchronize()
+            with torch.profiler.profile() as profiler:
+                for _ in range(steps):
+                    step()
+                if on_gpu:
+                    torch.cuda.synchronize()
         kernels: dict[str, tuple[float, int]] = {}
         for event in profiler.events():
             on_device = event.device_type == DeviceType.CUDA
-            if on_device == step.on_gpu:
+            if on_device == on_gpu:
                 spent, count = kernels.get(event.name, (0.0, 0))
                 kernels[event.name] = spent + (event.time_range.elapsed_us() if on_device else event.self_cpu_time_total) / 1e3 / steps, count + 1
         shares: dict[str, float] = {}
@@ -244,32 +229,32 @@ def kind_of(kernel: str) -> str:
     """The kind of a kernel, from its name."""
     kinds = {
         "product": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "aten::mm", "aten::addmm"),
-        "flex backward": ("flex_attention_backward",),
-        "flex forward": ("flex_attention",),
+        "attention backward": ("flex_attention_backward",),
+        "attention forward": ("flex_attention",),
         "loss kernel": ("softmax_gradient",),
-        "optimiser": ("adam",),
+        "optimiser": ("_adamw_kernel", "_square_sum_kernel"),
+        "compiled": ("triton_",),
         "copies": ("memcpy", "memset", "copy"),
     }
     lowered = kernel.lower()
-    return next((kind for kind, words in kinds.items() if any(word in lowered for word in words)), "element-wise")
+    return next((kind for kind, words in kinds.items() if any(word in lowered for word in words)), "other")
 
 
 def main(words: list[str] | None = None) -> int:
     """Measure the chosen sections; 1 if anything failed."""
     parser = arguments(__doc__ or "", ["ceiling", "mask", "loss", "attention", "step", "profile"])
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help="attention layout / optimiser / loss chunk")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), help="settings of the step")
     parser.add_argument("--attention", nargs="*", help="variants of benchmarks.attention to measure; default: all")
     options = parser.parse_args(words)
     recorder, shape = recorder_for(options), SHAPES[options.shape]
-    variants = [variant for variant in options.variants if triton_runs(recorder.device) or "/fused/" not in variant]
     sections = set(options.sections)
     ceiling = matmul_ceiling(recorder, 8192 if recorder.device.type == "cuda" else 64) if sections & {"ceiling", "step"} else 0.0
     if "mask" in sections:
         measure_mask(recorder, shape)
     if "step" in sections:
-        measure_step(recorder, shape, variants, ceiling)
+        measure_step(recorder, shape, options.variants, ceiling)
     if "profile" in sections:
-        profile_step(recorder, shape, variants[0], options.results.parent)
+        profile_step(recorder, shape, options.variants[0], options.results.parent)
     if "loss" in sections:
         measure_loss(recorder, shape)
     if "attention" in sections:

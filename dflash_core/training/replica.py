@@ -2,11 +2,10 @@
 
     B rows   T row length   N anchor slots   S block size   Q = N * S   H hidden   M = B * Q slots   P parameters (flat)
 
-    for each step:  begin_step → micro_step × A → close_step → GradientSync.all_reduce(buffer) → apply
+    for each step:  begin_step → micro_step × A → close_step → GradientSync.all_reduce(each of summed) → apply
 
-Masters, gradients and AdamW's moments are one flat fp32 buffer each. With ``precision: bfloat16`` the drafter's parameters are views into a
-bf16 copy of the masters and its gradients into a bf16 buffer that is added to the fp32 one after each micro-step. All buffers live as long as
-the replica, so a step allocates nothing that outlives it, and ``.grad`` is always there: accumulating and not accumulating are one graph.
+Masters and AdamW's moments are one flat fp32 buffer each. With ``precision: bfloat16`` the drafter's parameters are views into a bf16 copy of the
+masters. What becomes of the gradients is in ``gradients``, and of the update in ``optimizer``.
 
 Gradients are those of the *sum* of weighted losses. They are divided by the denominator of the whole step, all replicas and micro-steps
 together, after they have been summed; nothing here waits for the device.
@@ -16,17 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, block_labels, block_positions, block_tokens, dflash_block_mask, dflash_dense_mask
+from dflash_core.drafter import (
+    BlockMaskTensors,
+    DFlashConfig,
+    DFlashDrafter,
+    as_block_mask,
+    block_labels,
+    block_mask_tensors,
+    block_positions,
+    block_tokens,
+    dflash_dense_mask,
+    flex_copies,
+)
+from dflash_core.drafter.model import Rotation
 from dflash_core.feed import Row, collate
 from dflash_core.objective import linear_cross_entropy, slot_weights
 from dflash_core.training.flat import FlatLayout
+from dflash_core.training.gradients import AddedGradients, HandedGradients
 from dflash_core.training.guard import own_code
+from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW
 from dflash_core.training.sync import StepTotals, Tail
 
 
@@ -54,47 +68,35 @@ class Replica:
         self.device = device
         self.name = f"replica {index} ({device})"
         self.compiled = training.compile == "on" or (training.compile == "auto" and device.type == "cuda")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._on_cuda else None
         self._training, self._objective = training, config.objective
         self._drafter_config, self._vocabulary = drafter_config, vocabulary
         self.layout = FlatLayout(drafter_config.tensor_shapes())
         self.tail = Tail(drafter_config.block_size, len(training.devices))
-        P = self.layout.size
-        self.masters_P = torch.zeros(P, device=device)
-        self.buffer = torch.zeros(P + self.tail.size, device=device)  # gradients, and behind them the tail
-        self.exp_avg_P, self.exp_avg_sq_P = torch.zeros_like(self.masters_P), torch.zeros_like(self.masters_P)
-        self._gradients_P, self._tail = self.buffer[:P], self.buffer[P:]
-
         precision: torch.dtype = getattr(torch, training.precision)
-        self._compute_P = self.masters_P if precision == torch.float32 else torch.zeros(P, dtype=precision, device=device)
-        self._compute_gradients_P = self._gradients_P if precision == torch.float32 else torch.zeros(P, dtype=precision, device=device)
+        self.moments = Moments(self.layout, precision, device)
         self.drafter = DFlashDrafter(drafter_config).to(device=device, dtype=precision)
-        weights, gradients = self.layout.views(self._compute_P), self.layout.views(self._compute_gradients_P)
+        weights = self.layout.views(self.moments.compute_P)
         for name, parameter in self.drafter.named_parameters():
-            parameter.data, parameter.grad = weights[name], gradients[name]
+            parameter.data = weights[name]
+        self._gradients: AddedGradients | HandedGradients
+        self._optimizer: Optimizer
+        if self._on_cuda:
+            accumulating = training.accumulation_steps > 1
+            self._gradients = HandedGradients(
+                self.layout, self.drafter, torch.float32 if accumulating else precision, self.tail.size, device,
+                packed=accumulating or len(training.devices) > 1,
+            )  # fmt: skip
+            self._optimizer = FusedAdamW(self.layout, training, self.moments)
+        else:
+            self._gradients = AddedGradients(self.layout, self.drafter, precision, self.tail.size, device)
+            self._optimizer = TorchAdamW(self.layout, training, self.moments, self._gradients.flat_P)
 
-        self._learning_rate = torch.zeros((), device=device)
-        self._optimizer = self._make_optimizer()
-        draft = own_code(_draft, f"draft_of_replica_{index}")
+        prepare, draft = own_code(_prepare, f"preparation_of_replica_{index}"), own_code(_draft, f"draft_of_replica_{index}")
+        # on the CPU only the drafter is worth compiling
+        self._prepare: Callable[..., Prepared] = torch.compile(prepare, fullgraph=True, dynamic=False) if self.compiled and self._on_cuda else prepare
         self._draft: Callable[..., Tensor] = torch.compile(draft, fullgraph=True, dynamic=False) if self.compiled else draft
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        """AdamW over two flat parts, with decay and without. Fused: it takes its learning rate and whether to skip from the device."""
-        cut, training = self.layout.num_decayed, self._training
-        parts = [(slice(0, cut), training.weight_decay), (slice(cut, self.layout.size), 0.0)]
-        groups = []
-        for part, weight_decay in parts:
-            parameter = nn.Parameter(self.masters_P[part])
-            parameter.grad = self._gradients_P[part]
-            groups.append({"params": [parameter], "weight_decay": weight_decay})
-        optimizer = torch.optim.AdamW(groups, lr=self._learning_rate, betas=training.betas, fused=True)
-        for group, (part, _) in zip(optimizer.param_groups, parts, strict=True):
-            optimizer.state[group["params"][0]] = {
-                "step": torch.zeros((), device=self.device),
-                "exp_avg": self.exp_avg_P[part],
-                "exp_avg_sq": self.exp_avg_sq_P[part],
-            }
-        return optimizer
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -108,7 +110,16 @@ class Replica:
     @property
     def updates(self) -> int:
         """Steps that changed the weights. Waits for the device."""
-        return int(next(iter(self._optimizer.state.values()))["step"].item())
+        return int(self._optimizer.counters[0].item())
+
+    @property
+    def summed(self) -> list[Tensor]:
+        """The tensors that are to be summed over the replicas between ``close_step`` and ``apply``; the last ends in the tail."""
+        return self._gradients.summed
+
+    @property
+    def _tail(self) -> Tensor:
+        return self._gradients.tail
 
     def load(
         self,
@@ -118,21 +129,21 @@ class Replica:
         updates: int = 0,
     ) -> None:
         """Take over fp32 weights and, when resuming, AdamW's moments; without moments AdamW starts afresh."""
-        for buffer, tensors in ((self.masters_P, weights), (self.exp_avg_P, exp_avg), (self.exp_avg_sq_P, exp_avg_sq)):
+        for buffer, tensors in zip(self.moments.buffers, (weights, exp_avg, exp_avg_sq), strict=True):
             buffer.zero_()
             for name, tensor in (tensors or {}).items():
                 self.layout.views(buffer)[name].copy_(tensor)
-        for state in self._optimizer.state.values():
-            state["step"].fill_(updates)
-        self._refresh_compute_copy()
+        for counter in self._optimizer.counters:
+            counter.fill_(updates)
+        self.moments.refresh()
 
     def tensors(self, buffer_P: Tensor) -> dict[str, Tensor]:
-        """A copy of ``masters_P``, ``exp_avg_P`` or ``exp_avg_sq_P`` on the CPU, by parameter name. Waits for the device."""
+        """A copy of a buffer of ``moments`` on the CPU, by parameter name. Waits for the device."""
         return {name: view.detach().cpu().clone() for name, view in self.layout.views(buffer_P).items()}
 
     def checksums(self) -> Tensor:
         """[3 * number of tensors] int64: of the weights and both moments; ``describe_checksum`` says of what."""
-        return torch.cat([self.layout.checksums(buffer) for buffer in (self.masters_P, self.exp_avg_P, self.exp_avg_sq_P)])
+        return torch.cat([self.layout.checksums(buffer) for buffer in self.moments.buffers])
 
     def describe_checksum(self, i: int) -> str:
         """What checksum ``i`` is of."""
@@ -141,35 +152,33 @@ class Replica:
 
     def begin_step(self) -> None:
         """Forget the gradients and totals of the step before."""
-        self.buffer.zero_()
+        self._gradients.begin()
 
     def micro_step(self, rows: Sequence[Row]) -> None:
         """Forward and backward of ``rows``; adds to the gradients and to the totals of the step."""
         batch = collate(rows).to(self.device)
         config, S = self._drafter_config, self._drafter_config.block_size
         B, N = batch.anchors.shape
-        on_cuda = self.device.type == "cuda"
-        labels_BNS = block_labels(batch.tokens, batch.loss_mask, batch.document_ids, batch.anchors, S, config.spec)
         with torch.no_grad():
-            embeddings_BQH = self._vocabulary.embed(block_tokens(batch.tokens, batch.anchors, config)).flatten(1, 2)
-            positions_BQ = block_positions(batch.positions, batch.anchors, S).flatten(1)
-            make_mask = dflash_block_mask if on_cuda else dflash_dense_mask  # flex_attention has no backward on the CPU
-            mask = make_mask(batch.anchors, batch.document_ids, S)
-        hidden_BQH = self._draft(self.drafter, batch.features, embeddings_BQH, batch.positions, positions_BQ, mask)
+            prepared = self._prepare(self.drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, self._on_cuda)
+            embeddings_BQH = self._vocabulary.embed(prepared.ids)
+        labels_BNS, mask = prepared.labels, prepared.mask
+        seen = mask if isinstance(mask, Tensor) else as_block_mask(mask, batch.tokens.shape[1], S)
+        hidden_MH = self._draft(self.drafter, batch.features, embeddings_BQH, prepared.context_rotation, prepared.block_rotation, seen).flatten(0, 1)
+        if self._vocabulary.logit_scale != 1.0:
+            hidden_MH = hidden_MH * self._vocabulary.logit_scale
         losses = linear_cross_entropy(
-            hidden_BQH.flatten(0, 1) * self._vocabulary.logit_scale,
+            hidden_MH,
             self._vocabulary.head_weight,
             labels_BNS.flatten(),
             chunk_slots=self._objective.chunk_slots,
             softcap=self._vocabulary.logit_softcap,
-            max_labelled=B * N * (S - config.spec.first_predicting_slot) if on_cuda else None,  # fixed shapes there, least work here
+            max_labelled=B * N * (S - config.spec.first_predicting_slot) if self._on_cuda else None,  # fixed shapes there, least work here
         )
         weights_BNS, denominator = slot_weights(self._objective, labels_BNS, losses.probability.view(B, N, S))
         loss = (weights_BNS.flatten() * losses.nll).sum()
         loss.backward()
-        if self._compute_gradients_P is not self._gradients_P:
-            self._gradients_P.add_(self._compute_gradients_P)
-            self._compute_gradients_P.zero_()
+        self._gradients.collect()
         tail = self._tail
         tail[Tail.LOSS] += loss.detach()
         tail[Tail.DENOMINATOR] += denominator
@@ -177,24 +186,22 @@ class Replica:
         tail[self.tail.hits] += losses.hit.view(B, N, S).sum((0, 1))
 
     def close_step(self, wants_to_stop: bool) -> None:
-        """Write this replica's vote and whether its own gradient is finite; the buffer is then ready to be summed."""
+        """Write this replica's vote and whether its own gradient is finite; ``summed`` is then ready to be summed."""
         self._tail[Tail.STOP] = float(wants_to_stop)
-        largest = torch.linalg.vector_norm(self._gradients_P, float("inf"))  # NaN if any is
-        self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(largest)).float()
+        if self._gradients.flat_P is not None:
+            largest = torch.linalg.vector_norm(self._gradients.flat_P, float("inf"))  # NaN if any is
+            self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(largest)).float()
 
     def apply(self, learning_rate: float) -> None:
-        """One optimiser step with the summed buffer: average, clip by the global norm, AdamW. Skipped if the norm is not finite.
+        """One optimiser step with the summed gradients: average, clip by the global norm, AdamW. Skipped if the norm is not finite.
 
         Every replica decides from the same bits, so all apply or all skip. Afterwards the tail holds the norm of the averaged gradient.
         """
         denominator = self._tail[Tail.DENOMINATOR].clamp_min(torch.finfo(torch.float32).tiny)
-        norm = torch.linalg.vector_norm(self._gradients_P) / denominator
+        norm = self._optimizer.update(self._gradients.parts(), denominator, learning_rate)
         self._tail[Tail.GRAD_NORM] = norm
-        self._gradients_P.mul_((self._training.max_grad_norm / (norm + 1e-6)).clamp_max(1.0) / denominator)
-        self._learning_rate.fill_(learning_rate)
-        self._optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-        self._optimizer.step()
-        self._refresh_compute_copy()
+        if self._gradients.flat_P is None:  # the one replica: its norm tells as much as another pass over its gradients would
+            self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(norm)).float()
 
     def totals_later(self) -> Callable[[], StepTotals]:
         """Start copying the tail to the host; the returned function waits for that copy alone, however much is queued after it."""
@@ -217,11 +224,12 @@ class Replica:
         if self._stream is not None:
             torch.cuda.synchronize(self.device)  # weights were made and loaded on another stream
         with self.on_device():
-            self.begin_step()
-            self.micro_step(rows)
-            self.micro_step(rows)
+            for repeat in range(2):
+                if repeat == 0 or self._training.accumulation_steps == 1:
+                    self.begin_step()
+                self.micro_step(rows)
             self.close_step(False)
-            self._gradients_P[0] = float("nan")  # the update runs, and is skipped by the rule for non-finite gradients
+            self._gradients.parts()[0][1].view(-1)[0] = float("nan")  # the update runs, and is skipped by the rule for non-finite gradients
             self.apply(0.0)
             self.totals_later()()
             self.checksums()
@@ -229,11 +237,39 @@ class Replica:
         if self._stream is not None:
             torch.cuda.synchronize(self.device)
 
-    def _refresh_compute_copy(self) -> None:
-        if self._compute_P is not self.masters_P:
-            self._compute_P.copy_(self.masters_P)
+
+class Prepared(NamedTuple):
+    """What a batch comes to before any of its features are looked at: labels [B, N, S] and ids [B, Q] of the blocks, rotations, who sees whom."""
+
+    labels: Tensor
+    ids: Tensor
+    context_rotation: Rotation
+    block_rotation: Rotation
+    mask: Tensor | BlockMaskTensors
 
 
-def _draft(drafter: DFlashDrafter, features_BTF: Tensor, embeddings_BQH: Tensor, positions_BT: Tensor, positions_BQ: Tensor, mask: Tensor) -> Tensor:
-    """What is compiled: the drafter, from features to hidden states. The loss stays outside; it brings kernels of its own."""
-    return drafter(features_BTF, embeddings_BQH, positions_BT, positions_BQ, mask)
+def _prepare(
+    drafter: DFlashDrafter, tokens_BT: Tensor, loss_mask_BT: Tensor, document_ids_BT: Tensor, positions_BT: Tensor, anchors_BN: Tensor, flex: bool
+) -> Prepared:  # fmt: skip
+    """Compiled on CUDA, where it would be a hundred small kernels. flex_attention has no backward on the CPU, where the mask is dense."""
+    config = drafter.config
+    S, dtype = config.block_size, drafter.fc.weight.dtype
+    positions_BQ = block_positions(positions_BT, anchors_BN, S).flatten(1)
+    if flex:
+        mask: Tensor | BlockMaskTensors = block_mask_tensors(anchors_BN, document_ids_BT, S, copies=flex_copies(config, len(anchors_BN)))
+    else:
+        mask = dflash_dense_mask(anchors_BN, document_ids_BT, S)
+    return Prepared(
+        block_labels(tokens_BT, loss_mask_BT, document_ids_BT, anchors_BN, S, config.spec),
+        block_tokens(tokens_BT, anchors_BN, config).flatten(1),
+        drafter.rotation(positions_BT, dtype),
+        drafter.rotation(positions_BQ, dtype),
+        mask,
+    )
+
+
+def _draft(
+    drafter: DFlashDrafter, features_BTF: Tensor, embeddings_BQH: Tensor, context: Rotation, block: Rotation, mask: Tensor | BlockMask
+) -> Tensor:  # fmt: skip
+    """The drafter, from features to hidden states. The loss stays outside of what is compiled; it brings kernels of its own."""
+    return drafter.forward_rotated(features_BTF, embeddings_BQH, context, block, mask)

@@ -127,7 +127,7 @@ class DrafterTrainer:
         weights = session.folder / "final" / "model.safetensors"
         if finished:
             with atomic_write(weights) as temporary:
-                save_file(session.replicas[0].tensors(session.replicas[0].masters_P), temporary)
+                save_file(session.replicas[0].tensors(session.replicas[0].moments.masters_P), temporary)
         result = TrainingResult(
             finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3),
             dict(log.last), weights if finished else None, state.extra,

@@ -164,7 +164,8 @@ class Worker:
             replica.micro_step(rows)
         replica.close_step(self.shared.stop_requested)
         self.beacon(f"waits for the other replicas in step {step + 1}")
-        self.sync.all_reduce(replica.buffer)
+        for tensor in replica.summed:
+            self.sync.all_reduce(tensor)
         self.beacon(f"applies step {step + 1}")
         replica.apply(rate)
         self._pending.append((step, replica.totals_later(), rate, waited))
@@ -202,7 +203,7 @@ class Worker:
         self.beacon(f"writes the checkpoint of step {self._state.step}")
         replica = self.replica
         self._state = replace(self._state, updates=replica.updates)
-        weights, exp_avg, exp_avg_sq = (replica.tensors(buffer) for buffer in (replica.masters_P, replica.exp_avg_P, replica.exp_avg_sq_P))
+        weights, exp_avg, exp_avg_sq = (replica.tensors(buffer) for buffer in replica.moments.buffers)
         self.shared.save(TrainingCheckpoint(self._state, weights, exp_avg, exp_avg_sq))
         self.shared.last_progress = self._mark = time.monotonic()
 

@@ -30,7 +30,7 @@ def gradient_of(groups: list[list[int]], weighting: str = "decay") -> torch.Tens
     pair = [replica(0, objective={"weighting": weighting}), replica(1, objective={"weighting": weighting})]
     for i, ordinals in enumerate(groups):
         pair[i % 2].micro_step([SmallRows().row(ordinal) for ordinal in ordinals])
-    total = pair[0].buffer + pair[1].buffer
+    total = pair[0].summed[0] + pair[1].summed[0]
     P = pair[0].layout.size
     denominator = total[P + Tail.DENOMINATOR]
     return torch.cat([total[:P] / denominator, total[P : P + 1] / denominator])
@@ -76,7 +76,7 @@ def test_the_step_is_that_of_plain_autograd_clipping_and_adamw() -> None:
     assert totals.loss == pytest.approx((total / denominators).item(), rel=1e-5)
     assert totals.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(made.layout.views(made.masters_P)[name], parameter.detach(), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(made.layout.views(made.moments.masters_P)[name], parameter.detach(), rtol=1e-4, atol=2e-5)
 
 
 def test_warm_up_leaves_weights_moments_and_count_as_they_were() -> None:
@@ -85,7 +85,7 @@ def test_warm_up_leaves_weights_moments_and_count_as_they_were() -> None:
     made.warm_up([SmallRows().row(0)])
     assert torch.equal(made.checksums(), before)
     assert made.updates == 0
-    assert not made.buffer.any()
+    assert not made.summed[0].any()
 
 
 def test_a_non_finite_gradient_changes_nothing_and_is_told() -> None:
@@ -105,16 +105,16 @@ def test_a_non_finite_gradient_changes_nothing_and_is_told() -> None:
 def test_with_bfloat16_the_masters_stay_float32_and_small_updates_are_not_lost() -> None:
     made = replica(precision="bfloat16")
     assert {parameter.dtype for parameter in made.drafter.parameters()} == {torch.bfloat16}
-    before = made.masters_P.clone()
+    before = made.moments.masters_P.clone()
     for _ in range(3):
         made.begin_step()
         made.micro_step([SmallRows().row(0)])
         made.close_step(False)
         made.apply(1e-4)
     norms = slice(made.layout.num_decayed, None)
-    moved = (made.masters_P[norms] != before[norms]) & (before[norms] != 0)
+    moved = (made.moments.masters_P[norms] != before[norms]) & (before[norms] != 0)
     assert moved.any()  # around 1.0 a bf16 weight moves by 2**-8 at least: an update of 1e-4 would have been lost
-    assert (made.masters_P[norms] - before[norms]).abs().max() < 2**-9
+    assert (made.moments.masters_P[norms] - before[norms]).abs().max() < 2**-9
 
 
 def test_one_to_four_replicas_give_the_same_loss_curve(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_stalled_worker_ends_the_run_and_everyone_is_named(tmp_path: Path, mon
 
 def test_a_drifting_replica_ends_the_run_with_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def drift(replica: Replica) -> None:
-        replica.layout.views(replica.masters_P)["layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
+        replica.layout.views(replica.moments.masters_P)["layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
 
     plant(monkeypatch, replica=1, step=2, fault=drift)
     with pytest.raises(

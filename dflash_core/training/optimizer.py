@@ -1,0 +1,131 @@
+"""AdamW with fp32 masters over the flat layout: torch's on the CPU, two Triton kernels on CUDA. Both clip, and neither waits for the device.
+
+    P parameters (flat)
+
+    optimizer.update(gradients, denominator, learning_rate) → norm of the averaged gradient
+
+Gradients are of the *sum* of losses, and are averaged, clipped and applied in one go. A norm that is not finite changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dflash_core.config import TrainingConfig
+from dflash_core.training.flat import FlatLayout
+
+Part = tuple[int, Tensor]
+"""A contiguous piece of the gradient and where in the flat layout it starts."""
+
+
+class Optimizer(Protocol):
+    """What a replica needs of an optimiser; ``counters`` are float32 scalars, each the number of steps that changed the weights."""
+
+    @property
+    def counters(self) -> Sequence[Tensor]: ...
+
+    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: float) -> Tensor: ...
+
+
+class Moments:
+    """fp32 masters and AdamW's two moments, [P] each, and the weights that the drafter computes with (the masters themselves, or a rounded copy)."""
+
+    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device):
+        self.masters_P, self.exp_avg_P, self.exp_avg_sq_P = (torch.zeros(layout.size, device=device) for _ in range(3))
+        self.compute_P = self.masters_P if precision == torch.float32 else torch.zeros(layout.size, dtype=precision, device=device)
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Masters, first moment, second moment: what a checkpoint holds, and what all replicas must agree on."""
+        return self.masters_P, self.exp_avg_P, self.exp_avg_sq_P
+
+    def refresh(self) -> None:
+        """Round the masters into the weights."""
+        if self.compute_P is not self.masters_P:
+            self.compute_P.copy_(self.masters_P)
+
+
+class TorchAdamW:
+    """torch's fused AdamW over two flat parts, with decay and without; it takes its learning rate and whether to skip from tensors.
+
+    The gradients are a buffer of fp32 that lives as long as the optimiser, and are scaled in place.
+    """
+
+    def __init__(self, layout: FlatLayout, training: TrainingConfig, moments: Moments, gradients_P: Tensor):
+        self._moments, self._max_norm, self._gradients_P = moments, training.max_grad_norm, gradients_P
+        self._learning_rate = torch.zeros((), device=gradients_P.device)
+        parts = [(slice(0, layout.num_decayed), training.weight_decay), (slice(layout.num_decayed, layout.size), 0.0)]
+        groups = []
+        for part, weight_decay in parts:
+            parameter = nn.Parameter(moments.masters_P[part])
+            parameter.grad = gradients_P[part]
+            groups.append({"params": [parameter], "weight_decay": weight_decay})
+        self._adamw = torch.optim.AdamW(groups, lr=self._learning_rate, betas=training.betas, fused=True)
+        for group, (part, _) in zip(self._adamw.param_groups, parts, strict=True):
+            self._adamw.state[group["params"][0]] = {
+                "step": torch.zeros((), device=gradients_P.device),
+                "exp_avg": moments.exp_avg_P[part],
+                "exp_avg_sq": moments.exp_avg_sq_P[part],
+            }
+
+    @property
+    def counters(self) -> Sequence[Tensor]:
+        """One for each part."""
+        return [state["step"] for state in self._adamw.state.values()]
+
+    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: float) -> Tensor:
+        """See ``FusedAdamW.update``; the gradients are the buffer that the optimiser was made with."""
+        norm = torch.linalg.vector_norm(self._gradients_P) / denominator
+        self._gradients_P.mul_((self._max_norm / (norm + 1e-6)).clamp_max(1.0) / denominator)
+        self._learning_rate.fill_(learning_rate)
+        self._adamw.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+        self._adamw.step()
+        self._moments.refresh()
+        return norm
+
+
+class FusedAdamW:
+    """``adamw_kernel`` over whatever pieces the gradient comes in."""
+
+    def __init__(self, layout: FlatLayout, training: TrainingConfig, moments: Moments):
+        self._layout, self._training, self._moments = layout, training, moments
+        device = moments.masters_P.device
+        self._learning_rate = torch.zeros((), device=device)
+        self._updates = torch.zeros((), device=device)
+
+    @property
+    def counters(self) -> Sequence[Tensor]:
+        """One for all."""
+        return [self._updates]
+
+    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: float) -> Tensor:
+        """Average, clip by the global norm, one AdamW step; the drafter's weights are up to date afterwards.
+
+        Args:
+            gradients:     every parameter once; a piece has decay entirely or not at all
+            denominator:   float32 scalar > 0 that the gradients are divided by
+            learning_rate: of this step
+
+        Returns:
+            The norm of the averaged gradient before clipping, float32 scalar on the device.
+        """
+        from dflash_core.training.adamw_kernel import adamw_, gradient_norm  # Triton is not there on every platform
+
+        norm = gradient_norm([gradient for _, gradient in gradients]) / denominator
+        finite = torch.isfinite(norm)
+        scale = torch.where(finite, (self._training.max_grad_norm / (norm + 1e-6)).clamp_max(1.0) / denominator, torch.nan)
+        self._learning_rate.fill_(learning_rate)
+        self._updates += finite
+        moments = self._moments
+        for start, gradient in gradients:
+            piece = slice(start, start + gradient.numel())
+            adamw_(
+                moments.compute_P[piece], gradient, moments.masters_P[piece], moments.exp_avg_P[piece], moments.exp_avg_sq_P[piece],
+                scale=scale, learning_rate=self._learning_rate, updates=self._updates, betas=self._training.betas, eps=1e-8,
+                weight_decay=self._training.weight_decay if start < self._layout.num_decayed else 0.0,
+            )  # fmt: skip
+        return norm
