@@ -114,7 +114,8 @@ class DrafterConfig(Section):
     )
     num_taps: PositiveInt | None = Field(None, description="Number of tapped layers when tap_layers is not given. Default: num_layers.")
     intermediate_size: PositiveInt | None = Field(None, description="Width of the drafter's MLP. Default: the target's.")
-    initial_checkpoint: LoosePath | None = Field(None, description="Exported drafter folder to continue from instead of random weights.")
+    initial_weights: Literal["random", "target"] = Field("random", description="Start from random weights or from the target's own last layers.")
+    initial_checkpoint: LoosePath | None = Field(None, description="Exported drafter folder to continue from; it goes before initial_weights.")
 
 
 class ObjectiveConfig(Section):

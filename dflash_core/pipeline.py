@@ -47,7 +47,7 @@ from dflash_core.stages import (
 )
 from dflash_core.target import TargetInfo, TargetModel, TargetVocabulary, load_tokenizer, resolve_target
 from dflash_core.target.fetch import is_path
-from dflash_core.training import WarmUpReport, train
+from dflash_core.training import WarmUpReport, initial_drafter, train
 from dflash_core.training import warm_up as warm_up_replicas
 
 STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evaluate", "export")
@@ -481,7 +481,7 @@ def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricS
 
 def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
     evaluation = plan.config.evaluation
-    untrained = DFlashDrafter(_drafter_config(plan)).init_weights(plan.config.run.seed) if evaluation.untrained_prompts else None
+    untrained = initial_drafter(plan.config, _drafter_config(plan), plan.info) if evaluation.untrained_prompts else None
     result = evaluate_drafter(
         plan.config,
         plan.target_model(evaluation.dtype, evaluation.device),

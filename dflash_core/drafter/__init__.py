@@ -9,6 +9,7 @@ from dflash_core.drafter.export import export_drafter, verify_export
 from dflash_core.drafter.masks import BlockMaskTensors, as_block_mask, block_mask_tensors, dflash_block_mask, dflash_dense_mask
 from dflash_core.drafter.model import DFlashDrafter, flex_copies
 from dflash_core.drafter.spec import SPECS, DrafterSpec
+from dflash_core.drafter.start import start_from_target
 
 __all__ = [
     "IGNORE",
@@ -32,6 +33,7 @@ __all__ = [
     "model_card",
     "sample_anchors",
     "save_checkpoint",
+    "start_from_target",
     "valid_anchors",
     "verify_export",
 ]

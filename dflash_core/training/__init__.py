@@ -3,7 +3,7 @@
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.schedule import learning_rate
-from dflash_core.training.session import TrainingSession, WarmUpReport, count_steps, warm_up
+from dflash_core.training.session import TrainingSession, WarmUpReport, count_steps, initial_drafter, warm_up
 from dflash_core.training.sync import GradientSync
 from dflash_core.training.trainer import DrafterTrainer, TrainingResult, train
 
@@ -17,6 +17,7 @@ __all__ = [
     "TrainingState",
     "WarmUpReport",
     "count_steps",
+    "initial_drafter",
     "learning_rate",
     "newest_training_checkpoint",
     "train",

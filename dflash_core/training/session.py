@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint, start_from_target
 from dflash_core.errors import CheckpointError, WarmUpError
 from dflash_core.feed import RowSource, ShardRows, steps_available
 from dflash_core.shards import ShardDataset, expected_of
@@ -170,7 +169,7 @@ def warm_up_source(
             if checkpoint:
                 replica.load(checkpoint.weights, checkpoint.exp_avg, checkpoint.exp_avg_sq, state.updates)
             else:
-                replica.load(initial_weights(config, drafter_config))
+                replica.load(initial_drafter(config, drafter_config, info).state_dict())
             replica.warm_up(rows)
             replicas.append(replica)
             reports.append(DeviceWarmUp(index, str(device), time.monotonic() - watch, compiled_graphs() - graphs, before, memory_in_use(device)))
@@ -181,27 +180,25 @@ def warm_up_source(
     return WarmUpReport(run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters())
 
 
-def initial_weights(config: PipelineConfig, drafter_config: DFlashConfig) -> dict[str, Tensor]:
-    """fp32 weights that training starts from: those of ``drafter.initial_checkpoint``, or fresh ones from ``run.seed``.
+def initial_drafter(config: PipelineConfig, drafter_config: DFlashConfig, info: TargetInfo) -> DFlashDrafter:
+    """The drafter that training starts from: ``drafter.initial_checkpoint`` if there is one, else as ``drafter.initial_weights`` says.
 
     Raises:
         CheckpointError: the initial checkpoint cannot be read, or is of a drafter of another shape.
+        ConfigError: the target's layers do not fit the drafter's.
     """
     start = config.drafter.initial_checkpoint
     if start is None:
-        drafter = DFlashDrafter(drafter_config).init_weights(config.run.seed)
-    else:
-        drafter = load_checkpoint(start)
-        wanted, found = dataclasses.asdict(drafter_config), dataclasses.asdict(drafter.config)
-        # The block size may change: a drafter of 16 is a good start for one of 8. The name of the target is a matter of spelling.
-        differing = [
-            f"{name} is {found[name]}, here {wanted[name]}" for name in wanted if found[name] != wanted[name] and name not in _FREE_TO_CHANGE
-        ]
-        if differing:
-            raise CheckpointError(
-                f"The drafter in {start} has another shape: {'; '.join(differing)}. Choose one made for this target and these settings."
-            )
-    return {name: parameter.detach().float() for name, parameter in drafter.named_parameters()}
+        if config.drafter.initial_weights == "target":
+            return start_from_target(drafter_config, info, config.run.seed)
+        return DFlashDrafter(drafter_config).init_weights(config.run.seed)
+    drafter = load_checkpoint(start)
+    wanted, found = dataclasses.asdict(drafter_config), dataclasses.asdict(drafter.config)
+    # The block size may change: a drafter of 16 is a good start for one of 8. The name of the target is a matter of spelling.
+    differing = [f"{name} is {found[name]}, here {wanted[name]}" for name in wanted if found[name] != wanted[name] and name not in _FREE_TO_CHANGE]
+    if differing:
+        raise CheckpointError(f"The drafter in {start} has another shape: {'; '.join(differing)}. Choose one made for this target and settings.")
+    return drafter
 
 
 def config_settings(config: PipelineConfig) -> dict[str, Any]:

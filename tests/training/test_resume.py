@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, save_checkpoint
 from dflash_core.errors import CheckpointError, ShardError
 from dflash_core.training import train, warm_up
-from dflash_core.training.session import initial_weights
+from dflash_core.training.session import initial_drafter
 from tests.training.small import INFO, config, final_weights, losses, make_shards, vocabulary
 
 
@@ -57,7 +57,7 @@ def test_training_goes_on_from_an_initial_checkpoint_of_the_same_shape_only(tmp_
     drafter = DFlashDrafter(drafter_config).init_weights(9)
     save_checkpoint(drafter, tmp_path / "start")
     given = config().model_copy(update={"drafter": config().drafter.model_copy(update={"initial_checkpoint": tmp_path / "start"})})
-    weights = initial_weights(given, drafter_config)
+    weights = initial_drafter(given, drafter_config, INFO).state_dict()
     assert all(torch.equal(weights[name], parameter.detach()) for name, parameter in drafter.named_parameters())
     with pytest.raises(CheckpointError, match=r"num_layers is 2, here 3"):
-        initial_weights(given, dataclasses.replace(drafter_config, num_layers=3))
+        initial_drafter(given, dataclasses.replace(drafter_config, num_layers=3), INFO)
