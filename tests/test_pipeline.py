@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -17,7 +18,8 @@ import pytest
 import torch
 
 from dflash_core import __main__ as core
-from dflash_core.config import load_config
+from dflash_core.checks import check_schedule
+from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import ConfigError, DFlashError, ShardError, TargetError
 from dflash_core.estimate import estimate
 from dflash_core.pipeline import STAGES, Plan, run_stage, warm_up, write_summary
@@ -25,6 +27,8 @@ from dflash_core.stages import Manifest, StageBusyError, atomic_write, stage_loc
 from dflash_core.target import TargetModel, TargetVocabulary
 from tests.target.tiny import save_tiny_target
 from tests.tiny_run import ON_DISK, PROMPTS, STEPS, run_all, write_prompts, write_tiny_run
+
+pytestmark = pytest.mark.slow
 
 AFTER = {name: list(ON_DISK[index:]) for index, name in enumerate(ON_DISK)}
 
@@ -388,6 +392,19 @@ def test_a_schedule_longer_than_the_data_is_refused_before_extraction_naming_the
     ):
         with pytest.raises(ConfigError, match=rf"^{config}: 1 problem\n  training.max_steps = 1000000: the schedule is longer than the data"):
             refuse()
+
+
+def test_dflashctl_names_the_file_in_what_the_flow_refuses(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows import here
+
+    def flow(settings: PipelineConfig) -> Path:
+        check_schedule(settings, 1)
+        return config
+
+    monkeypatch.setattr(here, "prefect_api", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(here, "_run", flow)
+    with pytest.raises(ConfigError, match=rf"^{config}: 1 problem\n  training.max_steps = {STEPS}"):
+        here.run_here(config, [])
 
 
 def test_steps_that_are_not_given_are_as_many_as_the_epochs_hold(config: Path) -> None:
