@@ -51,7 +51,7 @@ def _raise(source: str, problems: Sequence[Problem]) -> None:
 
 def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
     for index, item in enumerate(config.data.sources):
-        if "://" not in item.source and not item.source.startswith("builtin:") and not Path(item.source).is_file():
+        if item.path is not None and not item.path.is_file():
             path = f"data.sources.{index}.source"
             yield Problem(path, item.source, "there is no such file", "Correct the path; it is relative to the folder you start in")
     cache = config.data.response_cache

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from dflash_core.config_yaml import annotated_yaml as annotated_yaml
 from dflash_core.errors import ConfigError, Problem
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -26,10 +27,16 @@ PositiveInt = Annotated[int, Field(ge=1)]
 LoosePath = Annotated[Path, Field(strict=False)]
 
 
+def _number_fields(schema: dict[str, Any]) -> None:
+    """Give every field of a JSON schema its place: forms are made from schemas, and keep the order of the file by it."""
+    for position, field in enumerate(schema.get("properties", {}).values()):
+        field["position"] = position
+
+
 class Section(BaseModel):
     """Base of every group of settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_number_fields)
 
 
 class RunConfig(Section):
@@ -55,11 +62,16 @@ class PromptSource(Section):
 
     source: str = Field(
         min_length=1,
-        description="A .jsonl, .jsonl.gz or .parquet file, 'hf://owner/dataset', or 'builtin:python-tasks'.",
+        description="A .jsonl, .jsonl.gz or .parquet file, 'hf://owner/dataset' ('hf://owner/dataset@revision' pins it), or 'builtin:python-tasks'.",
     )
     split: str = Field("train", description="Split of a Hugging Face dataset; ignored for files.")
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     limit: PositiveInt | None = Field(None, description="Take at most this many rows, from the start.")
+
+    @property
+    def path(self) -> Path | None:
+        """The file, or None for a dataset of a hub and for a built-in source."""
+        return None if "://" in self.source or self.source.startswith("builtin:") else Path(self.source)
 
 
 class GenerationConfig(Section):
@@ -314,30 +326,30 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError("--set", [Problem(path, text, "is not a YAML value", "Quote the value")]) from error
     node: Any = tree
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
+        place: Any = key
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not key.isdecimal() or int(key) >= len(node):
                 here = ".".join(keys[:depth])
                 raise ConfigError("--set", [Problem(path, value, f"{here} is a list of {len(node)}", f"Use an index from 0 to {len(node) - 1}")])
-            index = int(key)
-            if last:
-                node[index] = value
-            else:
-                node = node[index]
-        elif last:
-            node[key] = value
-        else:
-            if not isinstance(node.get(key), dict | list):
-                node[key] = {}
-            node = node[key]
+            place = int(key)
+        if depth == len(keys) - 1:
+            node[place] = value
+            return
+        child = node[place] if isinstance(node, list) else node.get(place)
+        if not isinstance(child, dict | list):
+            node[place] = {}
+        node = node[place]
 
 
 def _problems(error: ValidationError) -> Iterator[Problem]:
-    for item in error.errors():
-        context = item.get("ctx", {})
+    items = error.errors()
+    for item in items:
         if item["type"] == "cross_field":
-            yield from context["problems"]
+            yield from item["ctx"]["problems"]
             continue
+        depth = len(item["loc"])
+        if item["type"] == "too_short" and any(len(other["loc"]) > depth and other["loc"][:depth] == item["loc"] for other in items):
+            continue  # only short of the items that are refused themselves
         location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
         path = ".".join(str(part) for part in location)
         yield Problem(path, None if item["type"] == "missing" else item["input"], _message(item), _remedy(location, item))
@@ -378,50 +390,3 @@ def _section_in(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for argument in get_args(annotation) if (found := _section_in(argument))), None)
-
-
-def annotated_yaml(config: PipelineConfig) -> str:
-    """The whole tree as YAML with meaning, type and default of every key as comments; loads back to the same config."""
-    lines: list[str] = []
-    _annotate(config, config.model_dump(mode="json"), 0, lines)
-    return "\n".join(lines) + "\n"
-
-
-def _annotate(section: Section, values: Mapping[str, Any], depth: int, lines: list[str]) -> None:
-    pad = "  " * depth
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            lines += ["" if depth == 0 and lines else None, f"{pad}# {field.description}", f"{pad}{name}:"]  # type: ignore[list-item]
-            _annotate(value, values[name], depth + 1, lines)
-            continue
-        default = "required" if field.is_required() else f"default {json.dumps(_plain(field.get_default(call_default_factory=True)))}"
-        lines.append(f"{pad}# {field.description} ({_type_name(field.annotation)}; {default})")
-        lines.append(f"{pad}{name}: {json.dumps(values[name], ensure_ascii=False)}")
-    lines[:] = [line for line in lines if line is not None]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _type_name(annotation: Any) -> str:
-    arguments = get_args(annotation)
-    text = str(annotation)
-    if text.startswith("typing.Literal"):
-        return " | ".join(str(argument) for argument in arguments)
-    if text.startswith("typing.Annotated"):
-        return _type_name(arguments[0])
-    if type(None) in arguments:
-        return " | ".join(_type_name(argument) for argument in arguments if argument is not type(None)) + " | null"
-    if getattr(annotation, "__origin__", None) is tuple:
-        return f"list of {_type_name(arguments[0])}"
-    if getattr(annotation, "__origin__", None) is dict:
-        return "mapping"
-    if isinstance(annotation, type):
-        return {"str": "text", "int": "integer", "float": "number", "bool": "true | false", "PosixPath": "path", "Path": "path"}.get(
-            annotation.__name__, annotation.__name__
-        )
-    return " | ".join(_type_name(argument) for argument in arguments) if arguments else text

@@ -218,11 +218,7 @@ class Plan:
 
     def _responses_depends_on(self) -> dict[str, Any]:
         data = self.config.data
-        files = {
-            item.source: self._digest_of_input(Path(item.source))
-            for item in data.sources
-            if "://" not in item.source and not item.source.startswith("builtin:")
-        }
+        files = {item.source: self._digest_of_input(item.path) for item in data.sources if item.path is not None}
         depends: dict[str, Any] = {
             "sources": [item.model_dump(mode="json") for item in data.sources],
             "files": files,
@@ -237,6 +233,7 @@ class Plan:
             depends["generation"] = data.generation.model_dump(mode="json")
             depends["dtype"] = self.config.target.dtype
             depends["seed"] = self.config.run.seed if data.generation.temperature > 0 else None
+            depends["room"] = [data.max_length, data.min_response_tokens]  # a prompt that leaves less for a response is rejected
         if data.regenerate == "auto" and data.response_cache is not None:
             depends["response_cache"] = self._digest_of_input(data.response_cache)
         return depends

@@ -55,7 +55,7 @@ def test_invalid_config_is_refused_with_field_value_and_remedy(path: Path) -> No
     assert matching, f"no problem at {where}: {error}"
     assert value in ("*", repr(matching[0].value)), str(error)
     assert remedy in str(matching[0]), str(error)
-    assert all(where.startswith(problem.path) for problem in error.problems), f"one file shows one problem: {error}"
+    assert [problem.path for problem in error.problems] == [where], f"one file shows one problem: {error}"
 
 
 @pytest.mark.parametrize("path", [*VALID, *SHIPPED], ids=lambda path: path.stem)
@@ -81,6 +81,7 @@ def test_annotation_gives_every_key_its_meaning_type_and_default() -> None:
         ("training.compile=off", lambda config: config.training.compile, "off"),
         ("training.devices=[cpu, cpu, cpu]", lambda config: config.training.devices, ("cpu", "cpu", "cpu")),
         ("data.sources.0.limit=5", lambda config: config.data.sources[0].limit, 5),
+        ("data.sources.0={source: other.jsonl}", lambda config: config.data.sources[0].source, "other.jsonl"),
         ("data.template_arguments.enable_thinking=false", lambda config: config.data.template_arguments, {"enable_thinking": False}),
         ("data.system_prompt=null", lambda config: config.data.system_prompt, None),
         ("run.workspace=/tmp/elsewhere", lambda config: config.run.workspace, Path("/tmp/elsewhere")),
@@ -97,6 +98,8 @@ def test_override_reaches_its_setting(override: str, read: object, expected: obj
         ("training.max_steps", "training.max_steps", "not of the form a.b=value"),
         ("training..epochs=2", "training..epochs=2", "not of the form a.b=value"),
         ("data.sources.7.limit=5", "data.sources.7.limit", "Use an index from 0 to 0"),
+        ("data.sources.²=5", "data.sources.²", "Use an index from 0 to 0"),
+        ("data.sources.0.source.name=x", "data.sources.0.source", "A .jsonl, .jsonl.gz or .parquet file"),
         ("training.epoch=2", "training.epoch", "Did you mean 'epochs'?"),
         ("training.epochs=0", "training.epochs", "Passes over the training rows"),
         ("training.betas=[0.9", "training.betas", "Quote the value"),
@@ -107,6 +110,12 @@ def test_wrong_override_is_refused_by_name(override: str, where: str, part: str)
         load_config(CONFIGS / "valid" / "minimal.yaml", [override])
     assert [problem.path for problem in caught.value.problems] == [where]
     assert part in str(caught.value)
+
+
+def test_an_override_below_a_list_item_that_has_nothing_below_it_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(CONFIGS / "valid" / "minimal.yaml", ["training.devices=[cpu]", "training.devices.0.index=1"])
+    assert [problem.path for problem in caught.value.problems] == ["training.devices.0"]
 
 
 def test_the_later_override_wins() -> None:

@@ -85,7 +85,8 @@ def test_a_second_run_finds_every_stage_and_loads_no_target(config: Path, monkey
         ("data.max_rejected_fraction=0.5", AFTER["responses"]),
         ("data.generation.max_new_tokens=11", AFTER["responses"]),
         ("target.dtype=bfloat16", AFTER["responses"]),
-        ("data.max_length=63", AFTER["samples"]),
+        ("data.max_length=63", AFTER["responses"]),
+        ("data.min_response_tokens=3", AFTER["responses"]),
         ("data.heldout_fraction=0.3", AFTER["samples"]),
         ("extraction.samples_per_shard=9", AFTER["shards"]),
         ("drafter.tap_layers=[0, 2]", AFTER["shards"]),
@@ -110,7 +111,7 @@ def test_a_changed_setting_asks_for_what_depends_on_it(config: Path, change: str
 
 @pytest.mark.parametrize(
     ("change", "again"),
-    [("data.max_length=62", AFTER["samples"]), ("drafter.tap_layers=[1, 2]", AFTER["shards"]), ("training.max_steps=8", AFTER["train"])],
+    [("data.heldout_fraction=0.3", AFTER["samples"]), ("drafter.tap_layers=[1, 2]", AFTER["shards"]), ("training.max_steps=8", AFTER["train"])],
 )
 def test_a_run_with_a_changed_setting_does_that_and_going_back_finds_the_old_results(config: Path, change: str, again: list[str]) -> None:
     plan = plan_of(config, change)
