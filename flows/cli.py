@@ -70,7 +70,7 @@ def plan(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 @told
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check a configuration file. Rules that need the target or the data are checked by 'plan'."""
+    """Check a configuration file. Rules that need files, devices, the target or the data are checked by 'plan'."""
     from dflash_core.config import load_config
 
     loaded = load_config(config, overrides or [])

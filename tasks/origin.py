@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 import subprocess
 from pathlib import Path
@@ -23,7 +24,7 @@ def process_tags() -> dict[str, str]:
     """Tags that name this process and its user."""
     process = psutil.Process()
     return {
-        "mlflow.user": getpass.getuser(),
+        "mlflow.user": _user(),
         "mlflow.source.name": "dflashctl",
         "dflash.host": socket.gethostname(),
         "dflash.process": f"{process.pid}@{process.create_time():.0f}",  # ids are used again, starting times tell them apart
@@ -41,6 +42,13 @@ def git_tags() -> dict[str, str]:
         return {"mlflow.source.git.commit": git("rev-parse", "HEAD"), "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD")}
     except (OSError, subprocess.SubprocessError):
         return {}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # containers run as users that have no name
+        return str(os.getuid())
 
 
 def _alive(process: str) -> bool:

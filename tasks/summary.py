@@ -30,7 +30,7 @@ def summarise(run: Run) -> Path:
 def in_markdown(summary: dict[str, Any], mlflow_page: str | None) -> str:
     """A page that says whether the drafter is good, where it lies, and how long each stage took."""
     length, speed = summary["acceptance_length"], summary["tokens_per_second"]
-    untrained, run_id = summary["acceptance_length_untrained"], summary["mlflow_run_id"]
+    untrained = summary["acceptance_length_untrained"]
     lines = [
         f"# {summary['run']}",
         "",
@@ -43,10 +43,16 @@ def in_markdown(summary: dict[str, Any], mlflow_page: str | None) -> str:
         f"| decoding | {speed['decoding']:,.1f} tokens/s, {speed['decoding_without_drafter']:,.1f} without the drafter |",
         f"| training | {speed['training']:,.0f} tokens/s |",
         f"| drafter | `{summary['export_path']}` |",
-        f"| MLflow | {f'[{run_id}]({mlflow_page})' if mlflow_page else f'run `{run_id}`'} |",
+        f"| MLflow | {_mlflow(summary['mlflow_run_id'], mlflow_page)} |",
         "",
         "| stage | seconds | |",
         "|---|---:|---|",
     ]
     lines += [f"| {name} | {duration(stage['seconds'])} | {'cached' if stage['cached'] else ''} |" for name, stage in summary["stages"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _mlflow(run_id: str | None, page: str | None) -> str:
+    if run_id is None:
+        return "not recorded"
+    return f"[{run_id}]({page})" if page else f"run `{run_id}`"

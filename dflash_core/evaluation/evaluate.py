@@ -1,9 +1,9 @@
 """A drafter judged the way it will be used: real draft–verify decoding of held-out prompts, beside the target alone.
 
-    result = evaluate_drafter(config, target, drafter, heldout, folder, untrained=drafter_of_random_weights)
+    result = evaluate_drafter(config, target, drafter, heldout, folder, untrained=drafter_before_training)
 
 Every prompt is decoded by the target alone and then with the drafter, one after the other, so that whatever slows the machine down slows
-both; both are the same loop with the same caches. The first prompts are also decoded with a drafter of random weights: what training added.
+both; both are the same loop with the same caches. The first prompts are also decoded with the drafter as it was before training: what training added.
 One short answer of each kind is thrown away before the first measurement.
 """
 

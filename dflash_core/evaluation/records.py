@@ -21,7 +21,7 @@ class PromptRecord(BaseModel):
     key:        digest of target, drafter, prompts and settings
     baseline:   the target alone, one token a pass
     trained:    the same with the drafter
-    untrained:  the same with a drafter of random weights, on the first prompts only
+    untrained:  the same with the drafter as it was before training, on the first prompts only
     divergence: where the drafter's text is not the target's own
     lossless:   False if such a divergence counts against the drafter
     """

@@ -1,6 +1,6 @@
-"""One long buffer for all parameters, so that clipping, optimiser and synchronisation are each one call.
+"""One long buffer for all parameters, so that optimiser, synchronisation and comparison handle a few tensors instead of dozens.
 
-    P parameters of the drafter, padding included
+    P elements: the parameters of the drafter, padding included
 
 Matrices come first and vectors (the norms) after them, so that weight decay applies to one contiguous part. Every tensor starts at a
 multiple of 64 elements, the alignment that compiled kernels and collectives want for any dtype. A later optimiser that is sharded over
@@ -34,7 +34,7 @@ class FlatLayout:
         self.size = end
 
     def views(self, flat_P: Tensor) -> dict[str, Tensor]:
-        """Each tensor by name, as a view into ``flat_P`` (which may be longer than P)."""
+        """Each tensor by name, as a view into ``flat_P``."""
         return {name: flat_P[start : start + math.prod(self.shapes[name])].view(self.shapes[name]) for name, start in self.offsets.items()}
 
     def checksums(self, flat_P: Tensor) -> Tensor:

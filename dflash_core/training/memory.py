@@ -12,7 +12,7 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def memory_metrics(devices: list[torch.device]) -> dict[str, float]:
-    """Metrics of the devices: ``memory_rss`` for CPUs; allocated peak, reserved and allocation retries for each CUDA device."""
+    """Metrics: ``memory_rss`` of the process; for each CUDA device the peak allocated, what is reserved, inactive splits, and allocation retries."""
     metrics: dict[str, float] = {"memory_rss": float(psutil.Process().memory_info().rss)}
     for device in dict.fromkeys(devices):
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Replicas agree: one sum over one flat buffer per optimiser step, in which everything they must agree on travels along.
+"""Replicas agree: gradients are summed over all of them once per optimiser step, and everything they must agree on travels along.
 
     P parameters (flat)   R replicas   S slots of a block
 
@@ -60,7 +60,7 @@ class GradientSync:
         self._group = group
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """Sum ``buffer`` over the replicas, in place; afterwards it has the same bits on all. Any shape; fp32 or int64."""
+        """Sum ``buffer`` over the replicas, in place; afterwards it has the same bits on all. Any shape; a float dtype or int64."""
         self.meeting.wait()
         if self._group is not None:
             self._group.allreduce([buffer]).wait()
@@ -146,7 +146,7 @@ class StepTotals:
 
 
 class Tail:
-    """The numbers behind the P gradients in a replica's flat fp32 buffer: loss, denominator, stop votes, S labels, S hits, R non-finite flags.
+    """The fp32 numbers that are summed with the gradients: loss, denominator, stop votes, S labels, S hits, R non-finite flags.
 
     Counts stay exact up to 2^24 a step, more slots than a step has. One number more, the gradient norm, is written after the sum.
     """
