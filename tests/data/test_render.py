@@ -42,7 +42,11 @@ def test_any_text_is_supervised_as_it_is(template: str, turns: list[tuple[str, s
     tokenizer = make_tokenizer(template)
     messages = [Message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     sample = render_sample(tokenizer, messages)
-    assert supervised(tokenizer, sample) == [answer + "<|im_end|>" for _, answer in turns]
+    expected = [answer + "<|im_end|>" for _, answer in turns]
+    line_break = tokenizer.tokenize("\n")
+    # White space at the answer's beginning may be one token with the template's line break before it, and that token is the answer's.
+    expected = [text if tokenizer.tokenize("\n" + text)[:1] == line_break else "\n" + text for text in expected]
+    assert supervised(tokenizer, sample) == expected
 
 
 @settings(max_examples=60, deadline=None)
