@@ -82,7 +82,7 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     samples, tokens, response_tokens = amounts.samples, amounts.tokens, amounts.response_tokens
     about = "" if amounts.exact else "about "
     drafter = DFlashConfig.from_target(info, config.drafter)
-    body = sum(math.prod(shape) for shape in drafter.tensor_shapes().values())
+    body = drafter.num_parameters()
     layer = info.hidden_size * (2 * info.num_heads + 2 * info.num_kv_heads) * info.head_dim + 3 * info.hidden_size * info.intermediate_size
     head = info.hidden_size * info.vocab_size
     target_bytes = (info.num_layers * layer + head) * _BYTES[config.target.dtype]

@@ -29,7 +29,7 @@ Progress = Callable[[int, int, str], None]
 MetricSink = Callable[[int, Mapping[str, float]], None]
 """Called with (step, metrics). Must not block."""
 
-MANIFEST = "manifest.json"
+MANIFEST, LOCK = "manifest.json", ".lock"
 
 
 def no_progress(done: int, total: int, unit: str) -> None:
@@ -202,9 +202,6 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-LOCK = ".lock"
 
 
 class StageBusyError(DFlashError):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.config import load_config
-from dflash_core.errors import InputError, TargetError
+from dflash_core.errors import TargetError
 from dflash_core.estimate import Estimate, estimate
 from dflash_core.pipeline import Plan, StagePlan
 from tasks.progress import duration
@@ -26,9 +26,7 @@ def show_plan(path: Path, overrides: Sequence[str]) -> None:
     stages = plan.stages
     try:
         estimates = estimate(plan)
-    except InputError:
-        raise
-    except TargetError:
+    except TargetError:  # not on this machine yet
         estimates = {}
     print_plan(plan, stages, estimates)
 

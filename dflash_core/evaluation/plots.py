@@ -14,6 +14,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
 
 from dflash_core.evaluation.panels import (
     BLUE,
@@ -93,15 +94,9 @@ def _draw_heading(figure: Any, result: EvaluationResult) -> None:
         left = 0.022 + number * 0.2425
         axes = figure.add_axes((left, 0.02, 0.2285, 0.64))
         axes.set_axis_off()
-        axes.add_patch(_panel())
+        axes.add_patch(FancyBboxPatch((0.0, 0.0), 1.0, 1.0, boxstyle="round,pad=0,rounding_size=0.03", facecolor="#f4f7fb", edgecolor=LIGHT))
         axes.text(0.06, 0.66, value, fontsize=24, fontweight="bold", color=BLUE if number < 3 else INK, va="center", transform=axes.transAxes)
         axes.text(0.06, 0.24, meaning, fontsize=9, color=FAINT, va="center", transform=axes.transAxes, linespacing=1.35)
-
-
-def _panel() -> Any:
-    from matplotlib.patches import FancyBboxPatch
-
-    return FancyBboxPatch((0.0, 0.0), 1.0, 1.0, boxstyle="round,pad=0,rounding_size=0.03", facecolor="#f4f7fb", edgecolor=LIGHT)
 
 
 def _figure(width: float, height: float) -> Figure:

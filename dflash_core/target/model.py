@@ -48,15 +48,13 @@ class TargetModel:
         """Take a loaded Transformers model. Raises ``TargetError`` if its parts cannot be found or its embeddings are not those of ``info``."""
         self.info = info
         self.tokenizer = tokenizer
-        self.vocabulary: TargetVocabulary
         self._model = model.eval().requires_grad_(False)
         self._structure = find_structure(model)
         self._taps = LayerTaps(self._structure.layers)
         self._truncated: dict[int, torch.nn.Module] = {}
         self._lock = threading.Lock()
         self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in Transformers 5.2x
-        embedding, head = self._structure.embedding.weight, self._structure.head.weight
-        self.vocabulary = TargetVocabulary(embedding, embedding if head is embedding else head, info)
+        self.vocabulary = TargetVocabulary(self._structure.embedding.weight, self._structure.head.weight, info)
         self._check_embedding()
 
     @classmethod
