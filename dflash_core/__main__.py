@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dflash_core.checks import advice
 from dflash_core.config import load_config
 from dflash_core.errors import DFlashError, InputError
-from dflash_core.pipeline import STAGES, Plan, StageResult, run_stage, write_summary
+from dflash_core.pipeline import StageResult, run_stage, write_summary
+from dflash_core.plan import STAGES, Plan
 
 _LAST_STAGE = {"extract": "shards", "train": "train", "evaluate": "evaluate", "run": "export"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter.config import default_tap_layers, mask_token_problems, tap_problems
+from dflash_core.drafter.config import chosen_tap_layers, mask_token_problems, tap_problems
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.info import TargetInfo
 
@@ -76,11 +76,12 @@ def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
 
 def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
     drafter = config.drafter
-    if drafter.tap_layers is None and config.num_taps > max(1, info.num_layers - 3):
+    taps = chosen_tap_layers(drafter, info.num_layers)
+    if drafter.tap_layers is None and len(taps) > max(1, info.num_layers - 3):
         field = "drafter.num_taps" if drafter.num_taps else "drafter.num_layers"
-        yield Problem(field, config.num_taps, f"more taps than the target's {info.num_layers} layers can give", "Lower drafter.num_taps")
+        yield Problem(field, len(taps), f"more taps than the target's {info.num_layers} layers can give", "Lower drafter.num_taps")
     else:
-        yield from tap_problems(drafter.tap_layers or default_tap_layers(info.num_layers, config.num_taps), info)
+        yield from tap_problems(taps, info)
     yield from mask_token_problems(drafter.mask_token_id, info)
     if config.data.max_length > info.max_position_embeddings:
         yield Problem(

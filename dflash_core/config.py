@@ -219,13 +219,6 @@ class PipelineConfig(Section):
         return digest_of(self.model_dump(mode="json"))
 
     @property
-    def num_taps(self) -> int:
-        """Number of tapped layers."""
-        if self.drafter.tap_layers is not None:
-            return len(self.drafter.tap_layers)
-        return self.drafter.num_taps or self.drafter.num_layers
-
-    @property
     def rows_per_step(self) -> int:
         """Rows of one optimiser step over all replicas."""
         return len(self.training.devices) * self.training.accumulation_steps * self.training.rows_per_microstep

@@ -21,7 +21,8 @@ import torch
 
 from dflash_core.config import PromptSource
 from dflash_core.drafter import DFlashConfig
-from dflash_core.pipeline import Plan, planned_steps
+from dflash_core.pipeline import planned_steps
+from dflash_core.plan import Plan
 
 # Share of the measured matrix-product rate that a stage reaches, from runs of the demo on two cores.
 _EFFICIENCY = {"responses": 0.25, "shards": 0.6, "train": 0.5}

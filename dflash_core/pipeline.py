@@ -1,9 +1,6 @@
-"""The stages of one run: what each depends on, where its results lie, and how it is run.
+"""The stages of one run, and how each is run. What they depend on and where they stand is in ``plan.py``.
 
-A stage's key is a digest of exactly what its result depends on: its own settings, the files it reads and the keys before
-it. Its folder is named by the key, so a changed setting runs again what depends on it and nothing else, and going back to
-the old setting finds the old results. ``run_stage`` returns at once when a verified result is there, and otherwise resumes
-whatever partial work it finds.
+``run_stage`` returns at once when a verified result is there, and otherwise resumes whatever partial work it finds.
 
     plan = Plan(load_config("configs/demo.yaml"))
     for name in STAGES:
@@ -13,10 +10,8 @@ whatever partial work it finds.
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +19,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from dflash_core.checks import check_environment, check_schedule, check_target
-from dflash_core.config import PipelineConfig, annotated_yaml, digest_of
+from dflash_core.checks import check_schedule
+from dflash_core.config import annotated_yaml
 from dflash_core.data import SampleTable, build_responses, write_samples
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, default_tap_layers, export_drafter
-from dflash_core.errors import DFlashError, TargetError, TrainingError
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
 from dflash_core.evaluation import EvaluationResult, evaluate_drafter
 from dflash_core.feed import pack_rows
+from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardDataset, expected_of, extract
 from dflash_core.stages import (
     Manifest,
@@ -38,27 +33,15 @@ from dflash_core.stages import (
     Progress,
     Stopwatch,
     atomic_write,
-    file_sha256,
     make_ready,
     no_metrics,
     no_progress,
     stage_lock,
     write_json_atomic,
 )
-from dflash_core.target import TargetInfo, TargetModel, TargetVocabulary, load_tokenizer, resolve_target
-from dflash_core.target.fetch import is_path
+from dflash_core.target import TargetVocabulary, load_tokenizer, resolve_target
 from dflash_core.training import WarmUpReport, initial_drafter, train
 from dflash_core.training import warm_up as warm_up_replicas
-
-STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evaluate", "export")
-
-# Raised by hand when a stage gives another result for the same input; results of older versions are then made again.
-CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 1, "train": 1, "evaluate": 1, "export": 1}
-
-_TARGET = "target.json"
-
-# Settings of training that change how it is run and watched, not what comes out.
-_OPERATIONAL = {"queue_rows", "log_every", "checkpoint_every", "keep_checkpoints", "compare_replicas_every", "stall_timeout_s"}
 
 # Files that a stage makes anew from the rest of its folder; where others are damaged, it begins from nothing.
 _REPAIRABLE = {"shards": ("*",), "train": ("final/*", "training.json"), "evaluate": ("evaluation.json",)}
@@ -66,21 +49,6 @@ _NOT_A_RESULT = {"train": ("checkpoints/*",)}  # may be deleted to save space
 _CHECKED_BY_READER = {"shards": ("shard-*.safetensors",)}
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """Where a stage stands. ``key`` and ``folder`` are None while something they depend on is not known yet."""
-
-    name: str
-    key: str | None
-    folder: Path | None
-    manifest: Manifest | None
-    why_not: str | None
-
-    @property
-    def cached(self) -> bool:
-        return self.manifest is not None
 
 
 @dataclass(frozen=True)
@@ -94,197 +62,12 @@ class StageResult:
     seconds: float
 
 
-class Plan:
-    """The stages of one configuration, looked up afresh at every question. Also holds the target while stages share it."""
-
-    def __init__(self, config: PipelineConfig, source: str = "config"):
-        """Check what can be checked before any work.
-
-        Raises:
-            ConfigError: a file, a device or a setting does not fit; names field, value and remedy.
-        """
-        self.config = config
-        self.source = source
-        self.workspace = config.run.workspace
-        check_environment(config, source)
-        self._info = _target_on_this_machine(config)
-        if self._info is not None:
-            check_target(config, self._info, source)
-        self._input_digests: dict[Path, str] = {}
-        self._target: tuple[torch.dtype, str, TargetModel] | None = None
-
-    @property
-    def run_folder(self) -> Path:
-        """Folder of the run: configuration, summary, report."""
-        return self.workspace / "runs" / f"{self.config.run.name}-{self.config.digest[:8]}"
-
-    @property
-    def run_id(self) -> str:
-        """Name of the run, with a digest of its settings."""
-        return self.run_folder.name
-
-    @property
-    def info(self) -> TargetInfo:
-        """What is known of the target. Raises ``TargetError`` before the stage 'target' has run."""
-        if self._info is None:
-            raise TargetError(f"The target {self.config.target.model} is not here yet. Run the stage 'target' first.")
-        return self._info
-
-    def learn_target(self, info: TargetInfo) -> None:
-        """Take note of the target once it is here, and check the settings against it."""
-        check_target(self.config, info, self.source)
-        self._info = info
-
-    def target_model(self, dtype: str, device: str) -> TargetModel:
-        """The loaded target; one at a time, shared by the stages that want the same precision and device."""
-        wanted = getattr(torch, dtype)
-        if self._target is None or self._target[:2] != (wanted, device):
-            self._target = None
-            model = TargetModel.from_pretrained(self.info, dtype=wanted, device=device, trust_remote_code=self.config.target.trust_remote_code)
-            self._target = (wanted, device, model)
-        return self._target[2]
-
-    def release_target(self) -> None:
-        """Let go of the loaded target and its memory."""
-        self._target = None
-
-    def key(self, name: str) -> str | None:
-        """Digest of everything the stage's result depends on; None while that is not known."""
-        if name == "warm_up":
-            return self.key("train")
-        if name == "target":
-            return digest_of(["target", CODE_VERSIONS["target"], self.config.target.model, self.config.target.revision])
-        if self._info is None:
-            return None
-        depends_on: dict[str, Callable[[], dict[str, Any]]] = {
-            "responses": self._responses_depends_on,
-            "samples": self._samples_depends_on,
-            "shards": self._shards_depends_on,
-            "train": self._train_depends_on,
-            "evaluate": self._evaluate_depends_on,
-            "export": self._export_depends_on,
-        }
-        return digest_of([name, CODE_VERSIONS[name], depends_on[name]()])
-
-    def stage(self, name: str) -> StagePlan:
-        """Where a stage stands now, after looking at its files."""
-        key = self.key(name)
-        if key is None:
-            return StagePlan(name, None, None, None, "the target has not been fetched")
-        if name == "warm_up":
-            reason = "not needed, training is done" if self.stage("train").cached else "runs in the process that trains, every time"
-            return StagePlan(name, key, None, None, reason)
-        folder = self._folder(name, key)
-        manifest = Manifest.read(folder)
-        if manifest is None:
-            partial = folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir())
-            return StagePlan(name, key, folder, None, "begun, will be resumed" if partial else self._what_is_new(name, key))
-        if manifest.key != key:
-            return StagePlan(name, key, folder, None, "its manifest is of other settings")
-        problem = manifest.problem(folder)
-        if problem is None and name == "target":
-            problem = self._problem_of_target(folder)
-        return StagePlan(name, key, folder, None if problem else manifest, problem)
-
-    @property
-    def stages(self) -> dict[str, StagePlan]:
-        """Every stage by name, in order."""
-        return {name: self.stage(name) for name in STAGES}
-
-    def folder(self, name: str) -> Path:
-        """Folder of a stage. Raises ``DFlashError`` while its key is not known."""
-        key = self.key(name)
-        if key is None:
-            raise DFlashError(f"The folder of the stage '{name}' is not known before the stage 'target' has run.")
-        return self._folder(name, key)
-
-    def _folder(self, name: str, key: str) -> Path:
-        return self.workspace / "stages" / f"{name}-{key[:12]}"
-
-    def _problem_of_target(self, folder: Path) -> str | None:
-        if self._info is None:
-            return "the target's files are gone"
-        same = json.loads((folder / _TARGET).read_bytes()) == json.loads(json.dumps(self._info.to_dict()))
-        return None if same else "the target's files have changed"
-
-    def _what_is_new(self, name: str, key: str) -> str:
-        others = sorted((self.workspace / "stages").glob(f"{name}-*")) if (self.workspace / "stages").is_dir() else []
-        return f"no result for these settings (results for {len(others)} others are kept)" if others else "never run"
-
-    def _digest_of_input(self, path: Path) -> str:
-        if path not in self._input_digests:
-            self._input_digests[path] = file_sha256(path)
-        return self._input_digests[path]
-
-    def _responses_depends_on(self) -> dict[str, Any]:
-        data = self.config.data
-        files = {item.source: self._digest_of_input(item.path) for item in data.sources if item.path is not None}
-        depends: dict[str, Any] = {
-            "sources": [item.model_dump(mode="json") for item in data.sources],
-            "files": files,
-            "system_prompt": data.system_prompt,
-            "template_arguments": data.template_arguments,
-            "regenerate": data.regenerate,
-            "max_rejected_fraction": data.max_rejected_fraction,
-            "target": self.info.digest,
-            "tokenizer": [self.info.tokenizer_digest, self.info.template_digest],
-        }
-        if data.regenerate != "never":
-            depends["generation"] = data.generation.model_dump(mode="json")
-            depends["dtype"] = self.config.target.dtype
-            depends["seed"] = self.config.run.seed if data.generation.temperature > 0 else None
-            depends["room"] = [data.max_length, data.min_response_tokens]  # a prompt that leaves less for a response is rejected
-        if data.regenerate == "auto" and data.response_cache is not None:
-            depends["response_cache"] = self._digest_of_input(data.response_cache)
-        return depends
-
-    def _samples_depends_on(self) -> dict[str, Any]:
-        data = self.config.data
-        return {
-            "responses": self.key("responses"),
-            "max_length": data.max_length,
-            "min_response_tokens": data.min_response_tokens,
-            "heldout_fraction": data.heldout_fraction,
-        }
-
-    def _shards_depends_on(self) -> dict[str, Any]:
-        return {
-            "samples": self.key("samples"),
-            "taps": list(self.tap_layers),
-            "dtype": self.config.target.dtype,
-            "extraction": self.config.extraction.model_dump(mode="json"),
-        }
-
-    def _train_depends_on(self) -> dict[str, Any]:
-        start = self.config.drafter.initial_checkpoint
-        return {
-            "shards": self.key("shards"),
-            "drafter": self.config.drafter.model_dump(mode="json"),
-            "start": self._digest_of_input(start / "model.safetensors") if start else None,
-            "objective": self.config.objective.model_dump(mode="json"),
-            "training": self.config.training.model_dump(mode="json", exclude=_OPERATIONAL),
-            "seed": self.config.run.seed,
-        }
-
-    def _evaluate_depends_on(self) -> dict[str, Any]:
-        return {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json")}
-
-    def _export_depends_on(self) -> dict[str, Any]:
-        return {"evaluate": self.key("evaluate"), "target": [self.info.name, self.info.revision]}  # which its config.json and its card name
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        """0-based target layers whose outputs are tapped."""
-        return self.config.drafter.tap_layers or default_tap_layers(self.info.num_layers, self.config.num_taps)
-
-
 def run_stage(
     plan: Plan,
     name: str,
     *,
     progress: Progress = no_progress,
     on_metrics: MetricSink = no_metrics,
-    stop: threading.Event | None = None,
 ) -> StageResult:
     """Run one stage, or find it done; partial work of a killed process is resumed.
 
@@ -309,7 +92,7 @@ def run_stage(
         damaged = Manifest.read(folder) is not None
         logger.log(logging.WARNING if damaged else logging.INFO, "%s is run: %s", name, found.why_not)
         make_ready(folder, key, _REPAIRABLE.get(name, ()))
-        counts = _RUNNERS[name](plan, folder, progress, on_metrics, stop)
+        counts = _RUNNERS[name](plan, folder, progress, on_metrics)
         manifest = Manifest.write(
             folder, stage=name, key=key, counts=counts, seconds=watch.seconds, code_version=CODE_VERSIONS[name],
             leave_out=_NOT_A_RESULT.get(name, ()), checked_by_reader=_CHECKED_BY_READER.get(name, ()),
@@ -390,23 +173,14 @@ def drafter_folder(folder: Path) -> Path:
     return folder / "drafter"
 
 
-def _target_on_this_machine(config: PipelineConfig) -> TargetInfo | None:
-    try:
-        return resolve_target(config.target, download=False)
-    except TargetError:
-        if is_path(config.target.model) or Path(config.target.model).is_dir():
-            raise  # nobody would fetch it: the path is wrong, or something is wrong with what is there
-        return None
-
-
-def _run_target(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
+def _run_target(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     info = resolve_target(plan.config.target, progress=progress)
     plan.learn_target(info)
-    write_json_atomic(folder / _TARGET, info.to_dict())
+    write_json_atomic(folder / TARGET, info.to_dict())
     return {"name": info.name, "revision": info.revision, "digest": info.digest, "layers": info.num_layers, "vocabulary": info.vocab_size}
 
 
-def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
+def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     target = plan.config.target
 
     def generate(prompts: list[list[int]], generation: Any, /, *, seeds: list[int]) -> Any:
@@ -416,7 +190,7 @@ def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: Met
     return dict(build_responses(plan.config, tokenizer, generate, folder, target_digest=plan.info.digest, progress=progress))
 
 
-def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
+def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     tokenizer = load_tokenizer(plan.info.path, plan.config.target.trust_remote_code)
     counts = write_samples(
         plan.config,
@@ -430,7 +204,7 @@ def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: Metri
     return dict(counts)
 
 
-def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
+def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     target, taps = plan.config.target, plan.tap_layers
     planned_steps(plan)
     model = plan.target_model(target.dtype, target.device)
@@ -447,14 +221,9 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
     )
 
 
-def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
+def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     plan.release_target()
-    total = planned_steps(plan)
-
-    def on_step(step: int, metrics: Mapping[str, float]) -> None:
-        on_metrics(step, metrics)
-        progress(step, total, "steps")
-
+    planned_steps(plan)  # refuses what the data cannot fill, and names the file, which training does not know
     result = train(
         plan.config,
         run_id=plan.run_id,
@@ -462,11 +231,9 @@ def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricS
         info=plan.info,
         vocabulary=_vocabulary(plan),
         folder=folder,
-        on_metrics=on_step,
-        stop=stop,
+        on_metrics=on_metrics,
+        progress=progress,
     )
-    if not result.finished:
-        raise TrainingError(f"Training was stopped after step {result.steps} of {result.total_steps}. The same command goes on from there.")
     return {
         "steps": result.steps,
         "skipped_steps": result.skipped_steps,
@@ -476,7 +243,7 @@ def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricS
     }
 
 
-def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
+def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     evaluation = plan.config.evaluation
     untrained = initial_drafter(plan.config, _drafter_config(plan), plan.info) if evaluation.untrained_prompts else None
     result = evaluate_drafter(
@@ -491,7 +258,7 @@ def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: Metr
     return result.headline()
 
 
-def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink, stop: threading.Event | None) -> dict[str, Any]:
+def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     destination = drafter_folder(folder)
     export_drafter(_trained_drafter(plan), plan.info, destination, facts=_card_facts(plan))  # verifies what it has written
     return {"weights": _drafter_config(plan).num_parameters(), "bytes": (destination / "model.safetensors").stat().st_size}

@@ -31,7 +31,7 @@ def run_here(path: Path, overrides: Sequence[str]) -> Path:
 
     def check() -> None:
         """Heavy imports, and checks that need them: work to do while the server starts."""
-        from dflash_core.pipeline import Plan
+        from dflash_core.plan import Plan
 
         Plan(config, str(path))
         import flows.train_drafter  # noqa: F401

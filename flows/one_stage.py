@@ -16,7 +16,8 @@ from dflash_core.drafter import load_checkpoint, verify_export
 from dflash_core.errors import DFlashError, InputError, Problem
 from dflash_core.evaluation import EvaluationResult, weights_digest
 from dflash_core.evaluation import evaluate_drafter as decode_heldout_prompts
-from dflash_core.pipeline import Plan, drafter_folder, evaluation_of, run_stage
+from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
+from dflash_core.plan import Plan
 from flows.console import console_watcher
 from tasks.evaluate import acceptance_table
 from tasks.progress import ProgressTeller

@@ -12,7 +12,7 @@ from rich.table import Table
 from dflash_core.config import load_config
 from dflash_core.errors import TargetError
 from dflash_core.estimate import Estimate, estimate
-from dflash_core.pipeline import Plan, StagePlan
+from dflash_core.plan import Plan, StagePlan
 from tasks.progress import duration
 
 

@@ -18,7 +18,8 @@ from prefect.states import Completed
 
 from dflash_core import pipeline
 from dflash_core.config import PipelineConfig
-from dflash_core.pipeline import Plan, StageResult
+from dflash_core.pipeline import StageResult
+from dflash_core.plan import Plan
 from dflash_core.stages import stage_lock
 from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller, Watcher, duration, watcher

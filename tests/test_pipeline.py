@@ -22,7 +22,8 @@ from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import ConfigError, DFlashError, ShardError, TargetError
 from dflash_core.estimate import estimate
-from dflash_core.pipeline import STAGES, Plan, run_stage, warm_up, write_summary
+from dflash_core.pipeline import run_stage, warm_up, write_summary
+from dflash_core.plan import STAGES, Plan
 from dflash_core.stages import Manifest, StageBusyError, atomic_write, stage_lock
 from dflash_core.target import TargetModel, TargetVocabulary
 from tests.target.tiny import save_tiny_target
@@ -99,6 +100,7 @@ def test_a_second_run_finds_every_stage_and_loads_no_target(config: Path, monkey
         ("run.name=renamed", []),
         ("training.log_every=3", []),
         ("training.queue_rows=4", []),
+        ("training.max_nonfinite_steps=5", []),
         ("training.checkpoint_every=4", []),
         ("tracking.experiment=other", []),
     ],

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_core.pipeline import STAGES, Plan, StageResult, run_stage
+from dflash_core.pipeline import StageResult, run_stage
+from dflash_core.plan import STAGES, Plan
 from tests.target.tiny import save_tiny_target
 
 PROMPTS = 32

@@ -4,7 +4,7 @@ from dflash_core.drafter.blocks import IGNORE, block_labels, block_positions, bl
 from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.card import model_card
 from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
-from dflash_core.drafter.config import DFlashConfig, default_tap_layers
+from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, default_tap_layers
 from dflash_core.drafter.export import export_drafter, verify_export
 from dflash_core.drafter.masks import BlockMaskTensors, as_block_mask, block_mask_tensors, dflash_block_mask, dflash_dense_mask
 from dflash_core.drafter.model import DFlashDrafter, flex_copies
@@ -24,6 +24,7 @@ __all__ = [
     "block_mask_tensors",
     "block_positions",
     "block_tokens",
+    "chosen_tap_layers",
     "default_tap_layers",
     "dflash_block_mask",
     "dflash_dense_mask",

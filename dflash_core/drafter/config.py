@@ -30,6 +30,11 @@ def default_tap_layers(num_target_layers: int, num_taps: int) -> tuple[int, ...]
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
+def chosen_tap_layers(drafter: DrafterConfig, num_target_layers: int) -> tuple[int, ...]:
+    """0-based target layers that a drafter's settings tap: those they name, or else ``default_tap_layers``."""
+    return drafter.tap_layers or default_tap_layers(num_target_layers, drafter.num_taps or drafter.num_layers)
+
+
 @dataclass(frozen=True)
 class DFlashConfig:
     """Dimensions and constants of one drafter.
@@ -80,14 +85,14 @@ class DFlashConfig:
             ConfigError: taps that are not layer outputs below the target's last layer, a mask token that is out of range, pad or eos, or a
                 rope that the drafter cannot have.
         """
-        taps = drafter.tap_layers or default_tap_layers(info.num_layers, drafter.num_taps or drafter.num_layers)
+        taps = chosen_tap_layers(drafter, info.num_layers)
         problems = [*tap_problems(taps, info), *mask_token_problems(drafter.mask_token_id, info)]
         if problems:
             raise ConfigError(f"drafter for {info.name}", problems)
         return cls(
             target_name=info.name,
             num_target_layers=info.num_layers,
-            tap_layers=tuple(taps),
+            tap_layers=taps,
             hidden_size=info.hidden_size,
             intermediate_size=drafter.intermediate_size or info.intermediate_size,
             num_layers=drafter.num_layers,

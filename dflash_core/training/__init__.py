@@ -3,11 +3,12 @@
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.schedule import learning_rate
-from dflash_core.training.session import TrainingSession, WarmUpReport, count_steps, initial_drafter, warm_up
+from dflash_core.training.session import OPERATIONAL, TrainingSession, WarmUpReport, count_steps, initial_drafter, warm_up
 from dflash_core.training.sync import GradientSync
 from dflash_core.training.trainer import DrafterTrainer, TrainingResult, train
 
 __all__ = [
+    "OPERATIONAL",
     "CompileGuard",
     "DrafterTrainer",
     "GradientSync",

@@ -36,15 +36,23 @@ from dflash_core.training.memory import memory_in_use
 from dflash_core.training.replica import Replica
 from dflash_core.training.sync import GradientSync, connect
 
-# Settings that change how a run is executed and watched, but not its course: they may differ when it is resumed.
+OPERATIONAL = {
+    "queue_rows",
+    "log_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "compare_replicas_every",
+    "max_nonfinite_steps",
+    "stall_timeout_s",
+}
+"""Settings of ``training`` that change how it is run and watched, not what comes out."""
+
+# Settings that change how a run is executed, but not its course: they may differ when it is resumed.
 _FREE = {
-    "training": {"devices", "rows_per_microstep", "accumulation_steps", "compile", "queue_rows", "log_every", "checkpoint_every", "keep_checkpoints"}
-    | {"compare_replicas_every", "max_nonfinite_steps", "stall_timeout_s", "epochs", "max_steps"},
+    "training": {"devices", "rows_per_microstep", "accumulation_steps", "compile", "epochs", "max_steps", *OPERATIONAL},
     "objective": {"chunk_slots"},
     "drafter": {"initial_checkpoint"},
 }
-
-
 _FREE_TO_CHANGE = ("block_size", "target_name")  # between drafter.initial_checkpoint and this run
 
 

@@ -140,8 +140,7 @@ class DrafterTrainer:
 
 def train(
     config: PipelineConfig, *, run_id: str, dataset: ShardDataset, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path,
-    on_metrics: MetricSink = no_metrics, stop: threading.Event | None = None, progress: Progress = no_progress,
-    extra: Mapping[str, Any] | None = None,
+    on_metrics: MetricSink = no_metrics, progress: Progress = no_progress,
 ) -> TrainingResult:  # fmt: skip
     """Train with the session that ``warm_up`` left in this process, or warm up first if there is none. Arguments and errors: those two's."""
     session = TrainingSession.get(run_id, config)
@@ -149,7 +148,7 @@ def train(
         warm_up(config, run_id=run_id, dataset=dataset, info=info, vocabulary=vocabulary, folder=folder)
         session = TrainingSession.get(run_id, config)
         assert session is not None
-    return DrafterTrainer(session).run(on_metrics, stop, progress=progress, extra=extra)
+    return DrafterTrainer(session).run(on_metrics, progress=progress)
 
 
 class _Supervisor:

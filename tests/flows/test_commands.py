@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dflash_core import pipeline
 from dflash_core.config import load_config
-from dflash_core.pipeline import STAGES, Plan
+from dflash_core.plan import STAGES, Plan
 from flows.cli import app
 from tests.flows.conftest import write_tiny_pipeline
 

@@ -1,0 +1,243 @@
+"""What each stage of a run depends on, where its results lie, and where it stands.
+
+A stage's key is a digest of exactly what its result depends on: its own settings, the files it reads and the keys before
+it. Its folder is named by the key, so a changed setting runs again what depends on it and nothing else, and going back to
+the old setting finds the old results.
+
+    plan = Plan(load_config("configs/demo.yaml"))
+    print(plan.stage("shards").why_not)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_core.checks import check_environment, check_target
+from dflash_core.config import PipelineConfig, digest_of
+from dflash_core.drafter import chosen_tap_layers
+from dflash_core.errors import DFlashError, TargetError
+from dflash_core.stages import Manifest, file_sha256
+from dflash_core.target import TargetInfo, TargetModel, resolve_target
+from dflash_core.target.fetch import is_path
+from dflash_core.training import OPERATIONAL
+
+STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evaluate", "export")
+
+# Raised by hand when a stage gives another result for the same input; results of older versions are then made again.
+CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 1, "train": 1, "evaluate": 1, "export": 1}
+
+TARGET = "target.json"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where a stage stands. ``key`` and ``folder`` are None while something they depend on is not known yet."""
+
+    name: str
+    key: str | None
+    folder: Path | None
+    manifest: Manifest | None
+    why_not: str | None
+
+    @property
+    def cached(self) -> bool:
+        return self.manifest is not None
+
+
+class Plan:
+    """The stages of one configuration, looked up afresh at every question. Also holds the target while stages share it."""
+
+    def __init__(self, config: PipelineConfig, source: str = "config"):
+        """Check what can be checked before any work.
+
+        Raises:
+            ConfigError: a file, a device or a setting does not fit; names field, value and remedy.
+        """
+        self.config = config
+        self.source = source
+        self.workspace = config.run.workspace
+        check_environment(config, source)
+        self._info = _target_on_this_machine(config)
+        if self._info is not None:
+            check_target(config, self._info, source)
+        self._input_digests: dict[Path, str] = {}
+        self._target: tuple[torch.dtype, str, TargetModel] | None = None
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of the run: configuration, summary, report."""
+        return self.workspace / "runs" / f"{self.config.run.name}-{self.config.digest[:8]}"
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run, with a digest of its settings."""
+        return self.run_folder.name
+
+    @property
+    def info(self) -> TargetInfo:
+        """What is known of the target. Raises ``TargetError`` before the stage 'target' has run."""
+        if self._info is None:
+            raise TargetError(f"The target {self.config.target.model} is not here yet. Run the stage 'target' first.")
+        return self._info
+
+    def learn_target(self, info: TargetInfo) -> None:
+        """Take note of the target once it is here, and check the settings against it."""
+        check_target(self.config, info, self.source)
+        self._info = info
+
+    def target_model(self, dtype: str, device: str) -> TargetModel:
+        """The loaded target; one at a time, shared by the stages that want the same precision and device."""
+        wanted = getattr(torch, dtype)
+        if self._target is None or self._target[:2] != (wanted, device):
+            self._target = None
+            model = TargetModel.from_pretrained(self.info, dtype=wanted, device=device, trust_remote_code=self.config.target.trust_remote_code)
+            self._target = (wanted, device, model)
+        return self._target[2]
+
+    def release_target(self) -> None:
+        """Let go of the loaded target and its memory."""
+        self._target = None
+
+    def key(self, name: str) -> str | None:
+        """Digest of everything the stage's result depends on; None while that is not known."""
+        if name == "warm_up":
+            return self.key("train")
+        if name == "target":
+            return digest_of(["target", CODE_VERSIONS["target"], self.config.target.model, self.config.target.revision])
+        if self._info is None:
+            return None
+        depends_on: dict[str, Callable[[], dict[str, Any]]] = {
+            "responses": self._responses_depends_on,
+            "samples": self._samples_depends_on,
+            "shards": self._shards_depends_on,
+            "train": self._train_depends_on,
+            "evaluate": self._evaluate_depends_on,
+            "export": self._export_depends_on,
+        }
+        return digest_of([name, CODE_VERSIONS[name], depends_on[name]()])
+
+    def stage(self, name: str) -> StagePlan:
+        """Where a stage stands now, after looking at its files."""
+        key = self.key(name)
+        if key is None:
+            return StagePlan(name, None, None, None, "the target has not been fetched")
+        if name == "warm_up":
+            reason = "not needed, training is done" if self.stage("train").cached else "runs in the process that trains, every time"
+            return StagePlan(name, key, None, None, reason)
+        folder = self._folder(name, key)
+        manifest = Manifest.read(folder)
+        if manifest is None:
+            partial = folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir())
+            return StagePlan(name, key, folder, None, "begun, will be resumed" if partial else self._what_is_new(name, key))
+        if manifest.key != key:
+            return StagePlan(name, key, folder, None, "its manifest is of other settings")
+        problem = manifest.problem(folder)
+        if problem is None and name == "target":
+            problem = self._problem_of_target(folder)
+        return StagePlan(name, key, folder, None if problem else manifest, problem)
+
+    @property
+    def stages(self) -> dict[str, StagePlan]:
+        """Every stage by name, in order."""
+        return {name: self.stage(name) for name in STAGES}
+
+    def folder(self, name: str) -> Path:
+        """Folder of a stage. Raises ``DFlashError`` while its key is not known."""
+        key = self.key(name)
+        if key is None:
+            raise DFlashError(f"The folder of the stage '{name}' is not known before the stage 'target' has run.")
+        return self._folder(name, key)
+
+    def _folder(self, name: str, key: str) -> Path:
+        return self.workspace / "stages" / f"{name}-{key[:12]}"
+
+    def _problem_of_target(self, folder: Path) -> str | None:
+        if self._info is None:
+            return "the target's files are gone"
+        same = json.loads((folder / TARGET).read_bytes()) == json.loads(json.dumps(self._info.to_dict()))
+        return None if same else "the target's files have changed"
+
+    def _what_is_new(self, name: str, key: str) -> str:
+        others = sorted((self.workspace / "stages").glob(f"{name}-*")) if (self.workspace / "stages").is_dir() else []
+        return f"no result for these settings (results for {len(others)} others are kept)" if others else "never run"
+
+    def _digest_of_input(self, path: Path) -> str:
+        if path not in self._input_digests:
+            self._input_digests[path] = file_sha256(path)
+        return self._input_digests[path]
+
+    def _responses_depends_on(self) -> dict[str, Any]:
+        data = self.config.data
+        files = {item.source: self._digest_of_input(item.path) for item in data.sources if item.path is not None}
+        depends: dict[str, Any] = {
+            "sources": [item.model_dump(mode="json") for item in data.sources],
+            "files": files,
+            "system_prompt": data.system_prompt,
+            "template_arguments": data.template_arguments,
+            "regenerate": data.regenerate,
+            "max_rejected_fraction": data.max_rejected_fraction,
+            "target": self.info.digest,
+            "tokenizer": [self.info.tokenizer_digest, self.info.template_digest],
+        }
+        if data.regenerate != "never":
+            depends["generation"] = data.generation.model_dump(mode="json")
+            depends["dtype"] = self.config.target.dtype
+            depends["seed"] = self.config.run.seed if data.generation.temperature > 0 else None
+            depends["room"] = [data.max_length, data.min_response_tokens]  # a prompt that leaves less for a response is rejected
+        if data.regenerate == "auto" and data.response_cache is not None:
+            depends["response_cache"] = self._digest_of_input(data.response_cache)
+        return depends
+
+    def _samples_depends_on(self) -> dict[str, Any]:
+        data = self.config.data
+        return {
+            "responses": self.key("responses"),
+            "max_length": data.max_length,
+            "min_response_tokens": data.min_response_tokens,
+            "heldout_fraction": data.heldout_fraction,
+        }
+
+    def _shards_depends_on(self) -> dict[str, Any]:
+        return {
+            "samples": self.key("samples"),
+            "taps": list(self.tap_layers),
+            "dtype": self.config.target.dtype,
+            "extraction": self.config.extraction.model_dump(mode="json"),
+        }
+
+    def _train_depends_on(self) -> dict[str, Any]:
+        start = self.config.drafter.initial_checkpoint
+        return {
+            "shards": self.key("shards"),
+            "drafter": self.config.drafter.model_dump(mode="json"),
+            "start": self._digest_of_input(start / "model.safetensors") if start else None,
+            "objective": self.config.objective.model_dump(mode="json"),
+            "training": self.config.training.model_dump(mode="json", exclude=OPERATIONAL),
+            "seed": self.config.run.seed,
+        }
+
+    def _evaluate_depends_on(self) -> dict[str, Any]:
+        return {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json")}
+
+    def _export_depends_on(self) -> dict[str, Any]:
+        return {"evaluate": self.key("evaluate"), "target": [self.info.name, self.info.revision]}  # which its config.json and its card name
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """0-based target layers whose outputs are tapped."""
+        return chosen_tap_layers(self.config.drafter, self.info.num_layers)
+
+
+def _target_on_this_machine(config: PipelineConfig) -> TargetInfo | None:
+    try:
+        return resolve_target(config.target, download=False)
+    except TargetError:
+        if is_path(config.target.model) or Path(config.target.model).is_dir():
+            raise  # nobody would fetch it: the path is wrong, or something is wrong with what is there
+        return None
