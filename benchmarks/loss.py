@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import SHAPES, Recorder, Shape, arguments, recorder_for, triton_runs
-from dflash_core.objective import IGNORED, linear_cross_entropy
+from dflash_core.drafter import IGNORE
+from dflash_core.objective import linear_cross_entropy
 from dflash_core.objective.cross_entropy import softmax_gradient_
 from dflash_core.objective.reference import reference_linear_cross_entropy
 
@@ -28,7 +29,7 @@ def measure_loss(recorder: Recorder, shape: Shape) -> None:
     hidden_MH = torch.randn(shape.B * shape.Q, shape.H, device=device, dtype=torch.bfloat16).requires_grad_()
     weight_VH = (0.02 * torch.randn(shape.V, shape.H, device=device)).bfloat16()
     labels_M = torch.randint(0, shape.V, (shape.B * shape.Q,), device=device)
-    labels_M[:: shape.S] = IGNORED
+    labels_M[:: shape.S] = IGNORE
     weights_M = torch.rand_like(labels_M, dtype=torch.float32)
     _whole(recorder, shape, hidden_MH, weight_VH, labels_M, weights_M)
     rows = hidden_MH.detach()[labels_M >= 0]

@@ -68,6 +68,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_files(folder: Path) -> None:
+    """Make the files in ``folder`` durable, content and names."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
 def write_json_atomic(path: Path, value: object) -> None:
     """Write ``value`` as indented JSON, atomically."""
     with atomic_write(path) as temporary:

@@ -8,8 +8,9 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from dflash_core.evaluation.plots import read_metrics, write_plots
+from dflash_core.evaluation.plots import write_plots
 from dflash_core.pipeline import evaluation_of, write_summary
+from dflash_core.training import read_metrics
 from tasks.progress import duration
 from tasks.run import Run
 

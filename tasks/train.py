@@ -12,8 +12,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from dflash_core.evaluation.plots import read_metrics
 from dflash_core.pipeline import StageResult
+from dflash_core.training import read_metrics
 from tasks.run import Run
 from tasks.tracker import StageRecord
 
@@ -24,8 +24,7 @@ def train_drafter(run: Run) -> State[dict[str, Any]]:
 
     def tell_earlier_steps(stage: StageRecord) -> None:
         """Training's own record holds what a cached training did, and what an interrupted one did last."""
-        earlier = run.plan.folder("train") / "metrics.jsonl"
-        for metrics in read_metrics(earlier) if earlier.is_file() else []:
+        for metrics in read_metrics(run.plan.folder("train") / "metrics.jsonl"):
             stage.log_metrics(int(metrics.pop("step")), metrics)
 
     def record(stage: StageRecord, result: StageResult) -> None:

@@ -1,13 +1,12 @@
 """Pictures of a run as PNG files: one per subject for the tracker, and one that tells all of it for the README.
 
-    write_plots(folder, read_metrics(train_folder / "metrics.jsonl"), result)
+    write_plots(folder, training.read_metrics(train_folder / "metrics.jsonl"), result)
 
 Needs matplotlib (the extra ``pipeline``), which the rest of the core does without.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,6 @@ from dflash_core.evaluation.panels import (
 )
 from dflash_core.evaluation.result import EvaluationResult
 from dflash_core.stages import atomic_write
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of training's ``metrics.jsonl`` in order; a torn last line is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
 
 
 def write_plots(folder: Path, metrics: Metrics, result: EvaluationResult) -> dict[str, Path]:

@@ -11,7 +11,6 @@ s·A + m of step s with A accumulation steps). Every wait is on a condition, so 
 from __future__ import annotations
 
 import threading
-import time
 from types import TracebackType
 from typing import Self
 
@@ -59,7 +58,6 @@ class Feed:
         self._next_ordinal = start_ordinal
         self._held = 0  # rows loaded or being loaded, and not taken
         self._rows: dict[int, Row] = {}
-        self._waited = [0.0] * replicas
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._closed = False
@@ -86,9 +84,7 @@ class Feed:
                 raise ValueError(
                     f"replica {replica} asked for micro-step {microstep_index}: its next is {turn}, and rows end at {self._stop_ordinal}"
                 )
-            began = time.monotonic()
             self._row_came.wait_for(lambda: self._ended or all(ordinal in self._rows for ordinal in wanted))
-            self._waited[replica] += time.monotonic() - began
             if self._error is not None:
                 raise self._error.with_traceback(self._traceback)
             if self._closed:
@@ -102,10 +98,6 @@ class Feed:
     def depth(self) -> int:
         """Rows that are loaded and wait to be taken."""
         return len(self._rows)
-
-    def wait_seconds(self, replica: int) -> float:
-        """Seconds that a replica has waited for rows so far."""
-        return self._waited[replica]
 
     def close(self) -> None:
         """Wake everyone who waits, drop the rows and end the loaders. May be called from any thread, and again."""

@@ -1,6 +1,6 @@
 """What training minimises: cross-entropy through the frozen head, and the weight of each slot."""
 
-from dflash_core.objective.cross_entropy import IGNORED, SlotLosses, linear_cross_entropy
+from dflash_core.objective.cross_entropy import SlotLosses, linear_cross_entropy
 from dflash_core.objective.weights import decay_weights, default_gamma, dpace_weights, slot_weights
 
-__all__ = ["IGNORED", "SlotLosses", "decay_weights", "default_gamma", "dpace_weights", "linear_cross_entropy", "slot_weights"]
+__all__ = ["SlotLosses", "decay_weights", "default_gamma", "dpace_weights", "linear_cross_entropy", "slot_weights"]

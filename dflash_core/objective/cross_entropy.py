@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100  # the label of a slot without a loss, as in torch's cross_entropy; any negative label is treated so
-
 
 class SlotLosses(NamedTuple):
     """What one pass over the vocabulary tells about each slot; all zero for slots without a label.
@@ -52,7 +50,7 @@ def linear_cross_entropy(
     Args:
         hidden_MH: hidden states after the drafter's final norm.
         weight_VH: the target's head, frozen. On the CPU hold it in float32, or it is converted at every call.
-        labels_M: int64, negative (``IGNORED``) where a slot has no label.
+        labels_M: int64, negative where a slot has no label.
         chunk_slots: most rows of logits alive at a time; memory is chunk_slots * V elements.
         softcap: the target's final logit softcap, if it has one.
         max_labelled: bound on the number of labelled slots (N * (S - 1) for N blocks). None counts them, which on CUDA waits

@@ -67,11 +67,6 @@ class TargetInfo:
         """The fields as plain JSON values."""
         return {**asdict(self), "eos_token_ids": list(self.eos_token_ids)}
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> TargetInfo:
-        """Inverse of ``to_dict``."""
-        return cls(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])})
-
 
 def read_target_info(
     source: str | Path | TargetConfig, *, name: str | None = None, revision: str | None = None, trust_remote_code: bool = False

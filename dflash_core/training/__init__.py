@@ -2,6 +2,7 @@
 
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
 from dflash_core.training.guard import CompileGuard
+from dflash_core.training.metrics import read_metrics
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import OPERATIONAL, TrainingSession, WarmUpReport, count_steps, initial_drafter, warm_up
 from dflash_core.training.sync import GradientSync
@@ -21,6 +22,7 @@ __all__ = [
     "initial_drafter",
     "learning_rate",
     "newest_training_checkpoint",
+    "read_metrics",
     "train",
     "warm_up",
 ]

@@ -15,10 +15,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_core.errors import CheckpointError
-from dflash_core.stages import file_sha256, sync_folder
+from dflash_core.stages import file_sha256, sync_files, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ class TrainingState:
     skipped_in_row:   of these, those just now, one after the other
     slots:            supervised slots trained on
     seconds:          time spent in steps, over all starts
-    extra:            the caller's own, such as an MLflow run id; JSON
     """
 
     step: int = 0
@@ -56,7 +54,6 @@ class TrainingState:
     skipped_in_row: int = 0
     slots: int = 0
     seconds: float = 0.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,7 @@ def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, setti
         "sha256": {name: file_sha256(temporary / name) for name in (MODEL, OPTIMIZER)},
     }
     (temporary / STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    for name in (MODEL, OPTIMIZER, STATE):
-        with (temporary / name).open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(temporary)
+    sync_files(temporary)
     if final.exists():  # a damaged one of the same step, passed over when this run began
         shutil.rmtree(final)
     temporary.rename(final)

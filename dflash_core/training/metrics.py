@@ -51,19 +51,21 @@ class MetricLog:
 
         Returns: the metrics of the last line that stays.
         """
-        kept: list[str] = []
-        last: dict[str, float] = {}
-        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["step"] <= step:
-                kept.append(line)
-                last = {name: value for name, value in record.items() if name != "step"}
+        kept = [record for record in read_metrics(self._path) if record["step"] <= step]
         with atomic_write(self._path) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        return last
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The records of a ``metrics.jsonl`` in order, none if there is no file; a torn last line is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
 
 
 def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, float]:

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 
@@ -62,7 +61,6 @@ class TrainingResult:
     seconds: float
     metrics: Mapping[str, float]
     weights: Path | None
-    extra: Mapping[str, Any]
 
 
 class DrafterTrainer:
@@ -77,7 +75,6 @@ class DrafterTrainer:
         stop: threading.Event | None = None,
         *,
         progress: Progress = no_progress,
-        extra: Mapping[str, Any] | None = None,
     ) -> TrainingResult:
         """Train until all steps are done or ``stop`` is set.
 
@@ -85,7 +82,6 @@ class DrafterTrainer:
             on_metrics: called on the main thread with (step, metrics) for every record
             stop:       set it from any thread to end after the current step, with a checkpoint
             progress:   called on the main thread with finished steps, all steps, "steps"
-            extra:      JSON to keep in the checkpoints, such as an MLflow run id; default: what the resumed checkpoint kept
 
         Raises:
             WarmUpError: not on the main thread, or the session has been used.
@@ -96,7 +92,6 @@ class DrafterTrainer:
         require_main_thread("Training")
         session, training = self.session, self.session.config.training
         session.take()
-        session.state = dataclasses.replace(session.state, extra=dict(extra if extra is not None else session.state.extra))
         session.folder.mkdir(parents=True, exist_ok=True)
         log = MetricLog(
             session.folder / "metrics.jsonl", on_metrics, log_every=training.log_every,
@@ -109,8 +104,7 @@ class DrafterTrainer:
         )  # fmt: skip
         try:
             with intra_op_threads(session.threads_per_replica), CompileGuard() as guard:
-                shared = Shared(session, feed, guard, stop)
-                shared.save = self._save
+                shared = Shared(session, feed, guard, stop, self._save)
                 state = _Supervisor(shared, log, progress).run()
         finally:
             feed.close()
@@ -130,7 +124,7 @@ class DrafterTrainer:
                 save_file(session.replicas[0].tensors(session.replicas[0].moments.masters_P), temporary)
         result = TrainingResult(
             finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3),
-            dict(log.last), weights if finished else None, state.extra,
+            dict(log.last), weights if finished else None,
         )  # fmt: skip
         if finished:
             facts = dataclasses.asdict(result) | {"weights": "final/model.safetensors"}

@@ -51,7 +51,14 @@ class StepRecord:
 class Shared:
     """What the workers and the main thread have in common. Plain attributes that one side writes; events; no lock is held while working."""
 
-    def __init__(self, session: TrainingSession, feed: Feed, guard: CompileGuard, user_stop: threading.Event | None):
+    def __init__(
+        self,
+        session: TrainingSession,
+        feed: Feed,
+        guard: CompileGuard,
+        user_stop: threading.Event | None,
+        save: Callable[[TrainingCheckpoint], None],
+    ):
         self.session = session
         self.feed = feed
         self.guard = guard
@@ -62,7 +69,7 @@ class Shared:
         self.failures: list[BaseException] = []
         self.last_progress = time.monotonic()
         self.records: deque[StepRecord | threading.Event] = deque()  # an event is set once everything before it has been recorded
-        self.save: Callable[[TrainingCheckpoint], None] = lambda checkpoint: None
+        self.save = save
 
     @property
     def stop_requested(self) -> bool:

@@ -13,8 +13,9 @@ import pytest
 from dflash_core.decoding import Generation
 from dflash_core.evaluation import EvaluationResult, PromptRecord
 from dflash_core.evaluation.panels import running_mean, series
-from dflash_core.evaluation.plots import read_metrics, report_figure, write_plots
+from dflash_core.evaluation.plots import report_figure, write_plots
 from dflash_core.evaluation.result import figures, prompt_figures
+from dflash_core.training import read_metrics
 
 NAMES = {"loss", "acceptance", "throughput", "memory", "report"}
 
@@ -90,6 +91,7 @@ def test_metrics_are_read_up_to_a_torn_last_line(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2}\n{"step": 3, "lo')
     assert read_metrics(path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
     assert series(read_metrics(path), "loss") == ([1], [2.0])
+    assert read_metrics(tmp_path / "not-here.jsonl") == []
 
 
 def test_running_mean_keeps_constants_and_the_length() -> None:

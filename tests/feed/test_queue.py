@@ -206,14 +206,6 @@ def test_a_feed_that_could_not_serve_whole_microsteps_is_refused(queue_rows: int
         Feed(Numbers(), replicas=2, rows_per_microstep=2, queue_rows=queue_rows, start_ordinal=start_ordinal, stop_ordinal=stop_ordinal)
 
 
-def test_waiting_for_rows_is_counted_for_the_replica_that_waited() -> None:
-    source = Numbers(delay=lambda ordinal: 0.05)
-    with Feed(source, replicas=2, rows_per_microstep=1, queue_rows=2, start_ordinal=0, stop_ordinal=2, loaders=1) as feed:
-        feed.take(0, 0)
-        assert feed.wait_seconds(0) > 0
-        assert feed.wait_seconds(1) == 0
-
-
 def test_a_taken_row_is_let_go_of() -> None:
     import gc
     import weakref

@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from dflash_core.objective import IGNORED, cross_entropy, linear_cross_entropy
+from dflash_core.drafter import IGNORE
+from dflash_core.objective import cross_entropy, linear_cross_entropy
 from dflash_core.objective.reference import reference_linear_cross_entropy
 from dflash_core.objective.softmax_kernel import softmax_gradient_triton_
 
@@ -18,7 +19,7 @@ def kernel_equals_twin(vocabulary: int, softcap: float | None, dtype: torch.dtyp
     slots = 6
     logits = (4 * torch.randn(slots, vocabulary, generator=generator)).to(dtype)
     labels = torch.randint(0, vocabulary, (slots,), generator=generator)
-    labels[0], labels[1], labels[2] = vocabulary - 1, IGNORED, 0
+    labels[0], labels[1], labels[2] = vocabulary - 1, IGNORE, 0
     logits[3, labels[3]] = 20.0  # a hit
     logits[4, labels[4]] = logits[4, 0] = 20.0  # a tie with an earlier token: a hit only if the label is token 0
     twin = logits.to(torch.float32, copy=True)
@@ -37,7 +38,7 @@ def cross_entropy_equals_twin(softcap: float | None, max_labelled: int | None) -
     hidden = torch.randn(11, 8, generator=generator).requires_grad_()
     weight = torch.randn(150, 8, generator=generator)
     labels = torch.randint(0, 150, (11,), generator=generator)
-    labels[::3] = IGNORED
+    labels[::3] = IGNORE
     weights = torch.rand(11, generator=generator)
     results = []
     for losses in (

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_core.objective import IGNORED, SlotLosses, linear_cross_entropy
+from dflash_core.drafter import IGNORE
+from dflash_core.objective import SlotLosses, linear_cross_entropy
 from dflash_core.objective.reference import reference_linear_cross_entropy
 
 
@@ -21,7 +22,7 @@ def problem(
     hidden_MH = torch.randn(slots, hidden, generator=generator).to(dtype).requires_grad_()
     weight_VH = torch.randn(vocabulary, hidden, generator=generator).to(dtype)
     labels_M = torch.randint(0, vocabulary, (slots,), generator=generator)
-    labels_M[torch.rand(slots, generator=generator) < unlabelled] = IGNORED
+    labels_M[torch.rand(slots, generator=generator) < unlabelled] = IGNORE
     weights_M = torch.rand(slots, generator=generator)
     return hidden_MH, weight_VH, labels_M, weights_M
 

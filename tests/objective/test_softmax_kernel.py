@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_core.objective import IGNORED, cross_entropy, linear_cross_entropy
+from dflash_core.drafter import IGNORE
+from dflash_core.objective import cross_entropy, linear_cross_entropy
 from dflash_core.objective.reference import reference_linear_cross_entropy
 
 pytest.importorskip("triton")
@@ -61,7 +62,7 @@ def test_kernel_on_the_gpu_equals_its_twin(softcap, slots, vocabulary):
     logits = (4 * torch.randn(slots, vocabulary, device="cuda", generator=generator)).bfloat16()
     labels = torch.randint(0, vocabulary, (slots,), device="cuda", generator=generator)
     labels[::2] = logits[::2].max(dim=1).indices
-    labels[1] = IGNORED
+    labels[1] = IGNORE
     twin = logits.float()
     expected_nll, expected_hit = cross_entropy._softmax_gradient_torch_(twin, labels, softcap, True)
     nll, hit = softmax_gradient_triton_(logits, labels, softcap, True)
@@ -79,7 +80,7 @@ def test_cross_entropy_on_the_gpu_equals_the_float64_reference(bounded):
     hidden = torch.randn(700, 512, device="cuda", generator=generator).bfloat16().requires_grad_()
     weight = (0.05 * torch.randn(32_000, 512, device="cuda", generator=generator)).bfloat16()
     labels = torch.randint(0, 32_000, (700,), device="cuda", generator=generator)
-    labels[::5] = IGNORED
+    labels[::5] = IGNORE
     weights = torch.rand(700, device="cuda", generator=generator)
     losses = linear_cross_entropy(hidden, weight, labels, chunk_slots=256, max_labelled=600 if bounded else None)
     (gradient,) = torch.autograd.grad((losses.nll * weights).sum(), hidden)

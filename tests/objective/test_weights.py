@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.config import ObjectiveConfig
-from dflash_core.objective import IGNORED, decay_weights, default_gamma, dpace_weights, slot_weights
+from dflash_core.drafter import IGNORE
+from dflash_core.objective import decay_weights, default_gamma, dpace_weights, slot_weights
 from dflash_core.objective.reference import reference_dpace_weights
 
 
 def block_labels(runs: list[int], block_size: int) -> torch.Tensor:
     """[1, N, S] labels in which block n has labels in slots 1..runs[n]."""
     slots = torch.arange(block_size)
-    return torch.stack([torch.where((slots >= 1) & (slots <= run), 5, IGNORED) for run in runs])[None]
+    return torch.stack([torch.where((slots >= 1) & (slots <= run), 5, IGNORE) for run in runs])[None]
 
 
 def test_decay_weights_follow_the_formula_and_leave_out_the_anchor():

@@ -14,9 +14,7 @@ SETTINGS = {"training.learning_rate": 1e-3, "drafter.tap_layers": (1, 3)}
 def checkpoint(step: int) -> TrainingCheckpoint:
     generator = torch.Generator().manual_seed(step)
     weights, first, second = ({"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)} for _ in range(3))
-    return TrainingCheckpoint(
-        TrainingState(step=step, next_ordinal=4 * step, updates=step, seconds=1.5, extra={"mlflow_run_id": "r"}), weights, first, second
-    )
+    return TrainingCheckpoint(TrainingState(step=step, next_ordinal=4 * step, updates=step, seconds=1.5), weights, first, second)
 
 
 def save(folder: Path, *steps: int, keep: int = 3) -> list[Path]:

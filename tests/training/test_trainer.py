@@ -55,9 +55,7 @@ def test_training_learns_and_leaves_final_weights_metrics_and_facts(tmp_path: Pa
     seen: list[tuple[int, dict[str, float], str]] = []
     _, session = warm_up(config(max_steps=12, log_every=2), tmp_path)
     threads = torch.get_num_threads()
-    result = DrafterTrainer(session).run(
-        lambda step, metrics: seen.append((step, dict(metrics), threading.current_thread().name)), extra={"mlflow_run_id": "m"}
-    )
+    result = DrafterTrainer(session).run(lambda step, metrics: seen.append((step, dict(metrics), threading.current_thread().name)))
     assert result.finished
     assert result.weights == tmp_path / "final" / "model.safetensors"
     assert [step for step, _, _ in seen] == [2, 4, 6, 8, 10, 12]
@@ -197,13 +195,12 @@ def test_a_stop_is_agreed_on_and_the_same_call_resumes_to_the_same_weights(tmp_p
     run(config(max_steps=8), tmp_path / "calm")
     stop = threading.Event()
     _, session = warm_up(config(max_steps=8), tmp_path / "stopped")
-    result = DrafterTrainer(session).run(lambda step, metrics: stop.set(), stop, extra={"mlflow_run_id": "m"})
+    result = DrafterTrainer(session).run(lambda step, metrics: stop.set(), stop)
     assert not result.finished
     assert result.steps < 8
     report, session = warm_up(config(max_steps=8), tmp_path / "stopped")
     assert report.resumed_step == result.steps
     finished = DrafterTrainer(session).run()
-    assert finished.extra == {"mlflow_run_id": "m"}
     assert final_weights(tmp_path / "stopped") == final_weights(tmp_path / "calm")
     _, session = warm_up(config(max_steps=8), tmp_path / "stopped")
     again = DrafterTrainer(session).run()  # nothing is left to do, and the result is the same
