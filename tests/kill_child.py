@@ -1,7 +1,6 @@
 """Run the pipeline in forked children that kill themselves with SIGKILL in every stage, one after the other in one workspace.
 
-    python -m tests.kill_child FOLDER                          # all of it, with one replica and with two
-    python -m tests.kill_child FOLDER micro_step 8 run CONFIG  # one ``dflashctl run CONFIG`` that dies in its 8th micro-step
+    python -m tests.kill_child FOLDER      # with one replica and with two
 
 The parent only imports and forks, so a child starts in no time. A child is what ``python -m dflash_core run`` is. It leaves
 its lines in ``<workspace>/lives/<number>.txt``, among them one for each piece of work it has done, and, once it is dead, the
@@ -130,11 +129,4 @@ def _watch(owner: Any, name: str, fatal: int, tell: Callable[[str], object]) -> 
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        main(Path(sys.argv[1]))
-    else:
-        from flows.cli import main as dflashctl
-
-        observe((sys.argv[2], int(sys.argv[3])), lambda done: None)
-        sys.argv[1:4] = []
-        dflashctl()
+    main(Path(sys.argv[1]))

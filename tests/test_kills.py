@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from dflash_core.config import load_config
 from tests.kill_child import moments
 from tests.tiny_run import ON_DISK, STEPS
 
@@ -27,15 +23,10 @@ TIMED = ("manifest.json", "metrics.jsonl", "state.json", "training.json", "evalu
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("home")
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DFLASH_CACHE": str(home / "cache"), "PREFECT_HOME": str(home / "prefect")}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the workspaces ``calm-R`` and ``killed-R`` for R replicas."""
     folder = tmp_path_factory.mktemp("kills")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DFLASH_CACHE": str(tmp_path_factory.mktemp("cache"))}
     command = [sys.executable, "-m", "tests.kill_child", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
@@ -145,46 +136,3 @@ def test_what_an_unfinished_stage_has_finished_is_kept_as_it_is(killed: Path, re
     assert {path: seen[-1][path] for path in shards} == {path: at_death[path] for path in shards}
     begun = seen[deaths.index(("micro_step", 8 * 2 // replicas))]
     assert {path.split("/")[2] for path in begun if "/checkpoints/" in path} == {"step-00000005"}
-
-
-def test_dflashctl_killed_in_training_goes_on_in_its_mlflow_run_and_leaves_no_process_and_the_same_weights(
-    runs: Path, environment: dict[str, str]
-) -> None:
-    from tasks.store import open_client
-
-    workspace = runs / "ctl"
-    arguments = ["run", str(runs / "tiny.yaml"), "--set", f"run.workspace={workspace}", "--set", "training.accumulation_steps=1"]
-    started: dict[int, psutil.Process] = {}
-    dies = [sys.executable, "-m", "tests.kill_child", str(runs), "micro_step", "8", *arguments]
-    with subprocess.Popen(dies, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        watched = psutil.Process(process.pid)
-        while process.poll() is None:
-            started.update(children_of(watched))
-            time.sleep(0.2)
-    assert process.returncode == -signal.SIGKILL
-    assert started, "it starts a temporary Prefect server"
-    psutil.wait_procs(list(started.values()), timeout=30)
-    assert [child for child in started.values() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
-    config = load_config(runs / "tiny.yaml", [f"run.workspace={workspace}"])
-    client, _ = open_client(config)
-    experiment = client.get_experiment_by_name("dflash").experiment_id
-    (parent,) = [run for run in client.search_runs([experiment]) if "dflash.stage" not in run.data.tags]
-    assert parent.info.status == "RUNNING"  # a killed process says nothing
-
-    again = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    summary = json.loads(Path(again.stdout.splitlines()[-1]).read_text())
-    assert {name for name, stage in summary["stages"].items() if stage["cached"]} == {"target", "responses", "samples", "shards"}
-    assert summary["mlflow_run_id"] == parent.info.run_id
-    stored = client.search_runs([experiment])
-    assert {run.info.status for run in stored} == {"FINISHED"}
-    assert len(stored) == 9
-    weights = [next(folder.glob("stages/train-*/final/model.safetensors")).read_bytes() for folder in (workspace, runs / "calm-2")]
-    assert weights[0] == weights[1]
-
-
-def children_of(process: psutil.Process) -> dict[int, psutil.Process]:
-    try:
-        return {child.pid: child for child in process.children(recursive=True)}
-    except psutil.NoSuchProcess:
-        return {}
