@@ -1,6 +1,6 @@
 """Rules that need more than the settings: the target's own configuration, the files, the devices, the amount of data.
 
-All of them run before anything expensive and raise ``ConfigError`` with field path, value and remedy.
+Each is checked as soon as what it needs is there, and raises ``ConfigError`` with field path, value and remedy.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Problem:
 
 
 class InputError(DFlashError):
-    """Bad input, found before any expensive work. Names the file, the field, the value and the remedy."""
+    """Bad input. Names the file, the field, the value and the remedy."""
 
     def __init__(self, source: str, problems: Sequence[Problem]):
         self.source = source

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from dflash_core.config import load_config
 from dflash_core.data import SampleTable
-from dflash_core.drafter import load_checkpoint, verify_export
-from dflash_core.errors import DFlashError, InputError, Problem
+from dflash_core.drafter import load_checkpoint, target_problems, verify_export
+from dflash_core.errors import CheckpointError, DFlashError, InputError, Problem
 from dflash_core.evaluation import EvaluationResult, weights_digest
 from dflash_core.evaluation import evaluate_drafter as decode_heldout_prompts
 from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
@@ -35,7 +35,7 @@ def evaluate(path: Path, overrides: Sequence[str], drafter: Path | None) -> Path
 
     Raises:
         StageMissingError: the samples, or the trained drafter, are not there yet.
-        CheckpointError: the folder holds no drafter.
+        CheckpointError: the folder holds no drafter, or one for another target.
     """
     plan = Plan(load_config(path, overrides), str(path))
     _require(plan, path, "samples" if drafter else "train")
@@ -89,6 +89,8 @@ def print_evaluation(result: EvaluationResult) -> None:
 
 def _evaluate_folder(plan: Plan, folder: Path, progress: ProgressTeller) -> Path:
     drafter = load_checkpoint(folder)
+    if problems := list(target_problems(drafter.config, plan.info)):
+        raise CheckpointError("\n  ".join([f"{folder} is not a drafter for {plan.info.name}:", *problems]))
     evaluation = plan.config.evaluation
     destination = plan.run_folder / "evaluations" / weights_digest(drafter)[:12]
     heldout = SampleTable.open(plan.folder("samples") / "heldout.parquet")

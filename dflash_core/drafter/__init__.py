@@ -5,7 +5,7 @@ from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.card import model_card
 from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, default_tap_layers
-from dflash_core.drafter.export import export_drafter, verify_export
+from dflash_core.drafter.export import export_drafter, target_problems, verify_export
 from dflash_core.drafter.masks import BlockMaskTensors, as_block_mask, block_mask_tensors, dflash_block_mask, dflash_dense_mask
 from dflash_core.drafter.model import DFlashDrafter, flex_copies
 from dflash_core.drafter.spec import SPECS, DrafterSpec
@@ -35,6 +35,7 @@ __all__ = [
     "sample_anchors",
     "save_checkpoint",
     "start_from_target",
+    "target_problems",
     "valid_anchors",
     "verify_export",
 ]

@@ -71,7 +71,9 @@ def verify_export(folder: str | Path, info: TargetInfo, drafter: DFlashDrafter |
     config = from_serving(fields, str(folder / CONFIG))
     problems = [f"{name}: missing" for name in (REMOTE_CODE, CARD) if not (folder / name).is_file()]
     problems += _field_problems(fields, config, info)
-    problems += _target_problems(config, info)
+    problems += target_problems(config, info)
+    if config.target_name != info.name:
+        problems.append(f"{CONFIG}: speculators_config.verifier.name_or_path = {config.target_name!r}, the target is {info.name!r}")
     problems += _rope_problems(fields, config, info, drafter)
     problems += _stored_problems(folder, config, drafter)
     if problems:
@@ -104,13 +106,13 @@ def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _target_problems(config: DFlashConfig, info: TargetInfo) -> Iterator[str]:
+def target_problems(config: DFlashConfig, info: TargetInfo) -> Iterator[str]:
+    """Why a drafter cannot draft for a target, one line each. Names are not compared: one model has many."""
     pairs = (
         ("hidden_size", config.hidden_size, info.hidden_size),
         ("vocab_size", config.vocab_size, info.vocab_size),
         ("num_target_layers", config.num_target_layers, info.num_layers),
         ("head_dim", config.head_dim, info.head_dim),
-        ("speculators_config.verifier.name_or_path", config.target_name, info.name),
     )
     for path, value, wanted in pairs:
         if value != wanted:

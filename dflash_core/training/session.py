@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -81,26 +81,27 @@ class WarmUpReport:
     num_parameters: int
 
 
+@dataclass(eq=False)
 class TrainingSession:
-    """Warmed replicas, connected to each other, and the rows they will take. Lives in the process that made it; good for one run."""
+    """Warmed replicas, connected to each other, and the rows they will take. Lives in the process that made it; good for one run.
 
-    _sessions: dict[tuple[str, str], TrainingSession] = {}  # noqa: RUF012 - process-local by design
+    settings: what a checkpoint must have in common with the run that resumes from it
+    state:    where the run stands before its first step here
+    """
 
-    def __init__(
-        self, config: PipelineConfig, run_id: str, folder: Path, source: RowSource, settings: Mapping[str, Any], state: TrainingState,
-        replicas: list[Replica], syncs: list[GradientSync], total_steps: int, threads_per_replica: int,
-    ):  # fmt: skip
-        self.config = config
-        self.run_id = run_id
-        self.folder = folder
-        self.source = source
-        self.settings = settings
-        self.state = state
-        self.replicas = replicas
-        self.syncs = syncs
-        self.total_steps = total_steps
-        self.threads_per_replica = threads_per_replica
-        self.spent = False
+    config: PipelineConfig
+    run_id: str
+    folder: Path
+    source: RowSource
+    settings: Mapping[str, Any]
+    state: TrainingState
+    replicas: list[Replica]
+    syncs: list[GradientSync]
+    total_steps: int
+    threads_per_replica: int
+    spent: bool = False
+
+    _sessions: ClassVar[dict[tuple[str, str], TrainingSession]] = {}  # process-local by design
 
     @classmethod
     def get(cls, run_id: str, config: PipelineConfig) -> TrainingSession | None:

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from dflash_core import pipeline
 from dflash_core.config import load_config
+from dflash_core.drafter import save_checkpoint
 from dflash_core.plan import STAGES, Plan
 from flows.cli import app
+from tests.drafter.small import small_drafter
 from tests.flows.conftest import write_tiny_pipeline
 
 pytestmark = pytest.mark.slow
@@ -93,6 +95,14 @@ def test_evaluate_measures_a_drafter_of_any_folder(config: Path) -> None:
     status, output, _ = dflashctl("evaluate", str(config), "--drafter", str(drafter))
     assert status == 0
     assert "/evaluations/" in output.splitlines()[-1]
+
+
+def test_evaluate_refuses_a_drafter_for_another_target(config: Path, tmp_path: Path) -> None:
+    save_checkpoint(small_drafter(), tmp_path)
+    status, _, errors = dflashctl("evaluate", str(config), "--drafter", str(tmp_path))
+    assert status == 1
+    assert f"{tmp_path} is not a drafter for target:" in errors
+    assert "config.json: num_target_layers = 8, but target has 6" in errors
 
 
 def test_evaluate_before_training_says_what_to_run(config: Path) -> None:
