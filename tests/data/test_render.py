@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_core.data import Conversation, Message, Response, render_prompt, render_sample
@@ -38,6 +38,7 @@ def test_tagged_and_untagged_templates_give_the_same_sample() -> None:
 @pytest.mark.parametrize("template", [tiny.CHATML, tiny.TAGGED, tiny.TAGGED_WITHOUT_END])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.text(min_size=1).filter(str.strip), st.text(min_size=1)), min_size=1, max_size=3))
+@example([("a", "\n"), ("b", "\n\nc")])
 def test_any_text_is_supervised_as_it_is(template: str, turns: list[tuple[str, str]]) -> None:
     tokenizer = make_tokenizer(template)
     messages = [Message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
