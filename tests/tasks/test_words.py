@@ -1,0 +1,40 @@
+"""What a run says of itself where something usual is missing."""
+
+from __future__ import annotations
+
+import getpass
+import os
+
+import pytest
+
+from tasks.origin import process_tags
+from tasks.summary import in_markdown
+
+SUMMARY = {
+    "run": "tiny-1", "lossless": 1.0, "acceptance_length": {"mean_of_requests": 1.5, "pooled": 1.4}, "acceptance_length_untrained": None,
+    "speedup": 0.9, "tokens_per_second": {"training": 100.0, "decoding": 9.0, "decoding_without_drafter": 10.0}, "export_path": "/drafter",
+    "stages": {"train": {"seconds": 75.0, "cached": False}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run_id", "page", "words"),
+    [
+        (None, None, "| MLflow | not recorded |"),
+        ("abc", None, "| MLflow | run `abc` |"),
+        ("abc", "http://m/#/abc", "| MLflow | [abc](http://m/#/abc) |"),
+    ],
+)
+def test_the_summary_says_where_the_run_is_recorded(run_id: str | None, page: str | None, words: str) -> None:
+    lines = in_markdown({**SUMMARY, "mlflow_run_id": run_id}, page).splitlines()
+    assert words in lines
+    assert "| untrained | not measured |" in lines
+    assert "| train | 1 min 15 s |  |" in lines
+
+
+def test_a_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", nobody)
+    assert process_tags()["mlflow.user"] == str(os.getuid())
