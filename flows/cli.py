@@ -27,6 +27,8 @@ app.add_typer(config_app, name="config")
 P = ParamSpec("P")
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/demo.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=value", help="Change a setting; repeatable.")]
+ServicesFolder = Annotated[Path, typer.Option("--folder", envvar="DFLASH_SERVICES", help="Where the services keep data, logs and state.")]
+SERVICES = Path("workspace/services")
 
 
 def told(command: Callable[P, None]) -> Callable[P, None]:
@@ -54,7 +56,9 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run the whole pipeline here and now; finished stages are found and verified. Prints the path of summary.json last."""
     from flows.here import run_here
+    from flows.services import use_running_services
 
+    use_running_services()
     print(run_here(config, overrides or []))
 
 
@@ -101,6 +105,74 @@ def export(
     from flows.one_stage import export as export_here
 
     print(export_here(config, overrides or [], to))
+
+
+@app.command()
+@told
+def up(folder: ServicesFolder = SERVICES) -> None:
+    """Start Prefect, MLflow and a worker on this machine.
+
+    Returns once all of them answer. If one does not start, or this is interrupted, everything that was started is stopped.
+    """
+    from flows.services import show
+    from flows.services import up as start
+
+    show(folder, start(folder))
+
+
+@app.command()
+@told
+def down(folder: ServicesFolder = SERVICES) -> None:
+    """Stop what 'up' has started.
+
+    A flow run that goes on saves its work and ends; submitted again, it goes on from there.
+    """
+    from flows.services import down as stop
+
+    print(f"{stop(folder)} processes have ended")
+
+
+@app.command()
+@told
+def status(folder: ServicesFolder = SERVICES) -> None:
+    """Say which services run, where, and how to use them.
+
+    Exit status 1 if not all of them answer.
+    """
+    from flows.services import services, show
+
+    if not show(folder, services(folder)):
+        raise typer.Exit(1)
+
+
+@app.command()
+@told
+def deploy() -> None:
+    """Deploy all of prefect.yaml; may be repeated.
+
+    The parameters of each deployment are first brought up to date with the configuration that it names.
+    """
+    from flows.deploy import deploy as deploy_all
+    from flows.services import use_running_services
+
+    use_running_services()
+    deploy_all()
+
+
+@app.command()
+@told
+def submit(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    deployment: Annotated[str, typer.Option(help="Flow and name of the deployment.")] = "train-drafter/demo",
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the run; exit status 1 if it does not complete.")] = False,
+) -> None:
+    """Check a configuration and have a worker run it."""
+    from flows.deploy import submit as send
+    from flows.services import use_running_services
+
+    use_running_services()
+    send(config, overrides or [], deployment, watch)
 
 
 @config_app.command()

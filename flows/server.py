@@ -56,7 +56,7 @@ class TemporaryServer:
 
     def __init__(self) -> None:
         """Start it; it needs some seconds, which ``wait`` waits for."""
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}/api"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "flows.server", str(port)],
@@ -168,7 +168,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

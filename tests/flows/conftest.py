@@ -11,6 +11,8 @@ import pytest
 
 from tests.target.tiny import save_tiny_target
 
+os.environ["DFLASH_SERVICES"] = os.devnull  # services of the checkout that somebody uses are not for tests
+
 CONFIG = """\
 run: {{name: tiny, workspace: {folder}/workspace, seed: 1}}
 target: {{model: {folder}/target, dtype: float32}}

@@ -15,6 +15,7 @@ from flows.cli import app, told
 
 ROOT = Path(__file__).parent.parent.parent
 MINIMAL = str(ROOT / "configs" / "valid" / "minimal.yaml")
+COMMANDS = ["run", "plan", "validate", "evaluate", "export", "doctor", "up", "down", "status", "deploy", "submit", "shards", "config"]
 BAD = str(ROOT / "configs" / "invalid" / "drafter-misspelt.yaml")
 
 
@@ -25,7 +26,7 @@ def dflashctl(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_help_of_every_command_fits_a_screen() -> None:
-    for command in (["--help"], *([name, "--help"] for name in ("run", "plan", "validate", "evaluate", "export", "doctor", "shards", "config"))):
+    for command in (["--help"], *([name, "--help"] for name in COMMANDS)):
         status, output, _ = dflashctl(*command)
         assert status == 0
         assert len(output.splitlines()) <= 30

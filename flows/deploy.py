@@ -1,0 +1,124 @@
+"""``dflashctl deploy`` and ``dflashctl submit``: runs that a worker does, asked for from the command line.
+
+``prefect.yaml`` says what is deployed. The parameters of a deployment are a whole configuration, copied from the file that
+the comment behind its ``parameters:`` names, so that Prefect's form shows every setting with its value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+
+from dflash_core.config import PipelineConfig, load_config
+from dflash_core.errors import DFlashError
+from dflash_core.stages import atomic_write
+from flows.server import ServerError, answers, configured_url
+from flows.services import POOL, ROOT
+
+PREFECT_YAML = ROOT / "prefect.yaml"
+
+_PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+_PARAMETERS = re.compile(r"^( *)parameters:  # (\S+\.yaml)\n(?:\1 .*\n)*", re.MULTILINE)
+
+
+class DeploymentError(DFlashError):
+    """Prefect did not deploy, or a run that was waited for did not complete. Prefect has said why."""
+
+
+def deploy() -> None:
+    """Create the work pool if there is none and deploy all of ``prefect.yaml``, with the configurations as they are now.
+
+    Raises:
+        ServerError: no Prefect server is named, or it does not answer.
+        ConfigError: a configuration that is to be deployed is wrong.
+        DeploymentError: Prefect refuses.
+    """
+    text = PREFECT_YAML.read_text(encoding="utf-8")
+    current = with_current_parameters(text)
+    if current != text:
+        with atomic_write(PREFECT_YAML) as temporary:
+            temporary.write_text(current, encoding="utf-8")
+        print(f"{PREFECT_YAML}: brought up to date with the configurations that it names")
+    url = _server()
+    _create_pool()
+    if subprocess.run([*_PREFECT, "deploy", "--all"], cwd=ROOT, env={**os.environ, "PREFECT_API_URL": url}, check=False).returncode:
+        raise DeploymentError("Prefect did not deploy everything; its message is above.")
+
+
+def submit(path: Path, overrides: Sequence[str], deployment: str, watch: bool) -> None:
+    """Check a configuration, then send all of it to a deployment.
+
+    Where the server is on this machine, so is its worker: files, devices and the target are then checked too.
+
+    Args:
+        deployment: ``flow/name``.
+        watch: follow the run until it ends.
+
+    Raises:
+        ConfigError: nothing was sent.
+        ServerError: no Prefect server is named, or it does not answer.
+        DeploymentError: Prefect refuses, or the run that was watched did not complete.
+    """
+    config, url = load_config(path, overrides), _server()
+    if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
+        from dflash_core.plan import Plan
+
+        with contextlib.chdir(ROOT):  # where the worker runs it: relative paths mean the same
+            Plan(config, str(path))
+    command = [*_PREFECT, "deployment", "run", deployment, "--params", "-", "--flow-run-name", config.run.name, *(["--watch"] if watch else [])]
+    try:
+        finished = subprocess.run(
+            command, input=json.dumps(parameters_of(config)), text=True, env={**os.environ, "PREFECT_API_URL": url}, check=False
+        )
+    except KeyboardInterrupt:
+        print("No longer watching. What was submitted goes on; 'prefect flow-run cancel ID' ends it.", file=sys.stderr)
+        return
+    if finished.returncode:
+        raise DeploymentError(f"The run did not {'complete' if watch else 'start'}; Prefect's message is above. Is '{deployment}' deployed?")
+
+
+def parameters_of(config: PipelineConfig) -> dict[str, object]:
+    """The parameters of a flow run, in JSON's types."""
+    return {"config": config.model_dump(mode="json")}
+
+
+def with_current_parameters(text: str) -> str:
+    """The text of ``prefect.yaml`` with the parameters of each deployment as the configuration that it names has them."""
+
+    def block(match: re.Match[str]) -> str:
+        indent, path = match.groups()
+        body = yaml.safe_dump(parameters_of(load_config(ROOT / path)), sort_keys=False, width=140, allow_unicode=True)
+        return f"{indent}parameters:  # {path}\n" + textwrap.indent(body, indent + "  ")
+
+    return _PARAMETERS.sub(block, text)
+
+
+def _server() -> str:
+    url = configured_url()
+    if url is None:
+        raise ServerError("No Prefect server is named. Start one (dflashctl up), or set PREFECT_API_URL.")
+    if not answers(url):
+        raise ServerError(f"The Prefect server {url} does not answer. Start it (dflashctl up), or correct PREFECT_API_URL.")
+    return url
+
+
+def _create_pool() -> None:
+    """A pool that is there already may have been adapted by its owner, and stays as it is."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.workers.process import ProcessWorker
+
+    template = ProcessWorker.get_default_base_job_template()
+    with get_client(sync_client=True) as client, contextlib.suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))

@@ -1,0 +1,262 @@
+"""Deployments on real services: what a user does with ``dflashctl up``, ``deploy``, ``submit`` and ``down``, and with Prefect's own commands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dflash_core.config import PipelineConfig, load_config
+from flows.cli import app
+from flows.deploy import PREFECT_YAML, parameters_of, with_current_parameters
+from flows.services import ROOT, environment, marked, services
+from tests.flows.conftest import write_tiny_pipeline
+
+STAGES = {"target", "responses", "samples", "shards", "warm-up", "train", "evaluate", "export"}
+
+
+def command(arguments: list[str], variables: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a Python module as a program in the checkout."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        **options,
+    )
+
+
+@dataclass
+class Site:
+    """Running services and a configuration for them."""
+
+    folder: Path
+    config: Path
+    variables: dict[str, str]
+
+    def dflashctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return command(["flows.cli", *arguments], {"DFLASH_SERVICES": str(self.folder)})
+
+    def prefect(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return command(["prefect", "--no-prompt", *arguments], {**self.variables, "PREFECT_HOME": str(self.folder / "client")}, **options)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Everything that 'up' starts, with prefect.yaml deployed."""
+    folder = tmp_path_factory.mktemp("site")
+    config = write_tiny_pipeline(folder)
+    site = Site(folder / "services", config, {})
+    started = site.dflashctl("up")
+    assert started.returncode == 0, started.stderr
+    try:
+        site.variables = environment(services(site.folder))
+        assert all(f"export {name}={value}" in started.stdout for name, value in site.variables.items())
+        deployed = site.dflashctl("deploy")
+        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+        yield site
+    finally:
+        stopped = site.dflashctl("down")
+        assert stopped.returncode == 0, stopped.stderr
+    assert marked(site.folder) == []
+
+
+@pytest.fixture(scope="module")
+def client(site: Site) -> Iterator[Any]:
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: site.variables["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
+        yield client
+
+
+def newest_run(client: Any) -> tuple[Any, dict[str, str], set[str]]:
+    """(flow run, name of the state of each task, keys of the artifacts)."""
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
+
+    run = max(client.read_flow_runs(), key=lambda item: item.created)
+    tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+    artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id])))
+    return run, {item.name: item.state.name for item in tasks}, {item.key for item in artifacts}
+
+
+def test_prefect_yaml_holds_the_configurations_that_it_names() -> None:
+    text = PREFECT_YAML.read_text(encoding="utf-8")
+    assert with_current_parameters(text) == text, "run: dflashctl deploy"
+    parameters = {item["name"]: item["parameters"]["config"] for item in yaml.safe_load(text)["deployments"]}
+    files = {"demo": "demo.yaml", "gpu": "gpu-demo.yaml"}
+    assert parameters == {name: load_config(ROOT / "configs" / file).model_dump(mode="json") for name, file in files.items()}
+
+
+def test_a_changed_configuration_changes_only_the_parameters_that_name_it() -> None:
+    text = PREFECT_YAML.read_text(encoding="utf-8")
+    stale = text.replace("learning_rate: 0.001", "learning_rate: 0.5")
+    assert stale != text
+    assert with_current_parameters(stale) == text
+
+
+def test_a_small_number_is_a_number_to_prefect_too() -> None:
+    parameters = parameters_of(load_config(ROOT / "configs" / "demo.yaml", ["training.learning_rate=1e-7", "training.compile=off"]))
+    assert yaml.safe_load(yaml.safe_dump(parameters)) == parameters
+
+
+def test_a_form_made_of_the_schema_has_the_order_of_the_file() -> None:
+    schema = PipelineConfig.model_json_schema()
+    for section in [schema, *schema["$defs"].values()]:
+        assert [field["position"] for field in section["properties"].values()] == list(range(len(section["properties"])))
+        assert all("description" in field for field in section["properties"].values())
+    assert list(schema["properties"]) == list(PipelineConfig.model_fields)
+
+
+@pytest.mark.slow
+def test_deploying_again_with_prefects_own_command_changes_nothing(site: Site, client: Any) -> None:
+    def deployed() -> dict[str, Any]:
+        return {item.name: item for item in client.read_deployments()}
+
+    before = deployed()
+    assert site.prefect("deploy", "--all").returncode == 0
+    after = deployed()
+    assert {name: item.id for name, item in after.items()} == {name: item.id for name, item in before.items()}
+    assert set(after) == {"demo", "gpu"}
+    for item in after.values():
+        assert "dflash" in item.tags
+        assert (item.work_pool_name, item.global_concurrency_limit.limit, item.concurrency_options.collision_strategy) == ("dflash", 1, "ENQUEUE")
+        assert [schedule.active for schedule in item.schedules] == [False]
+        assert item.pull_steps == [{"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}]
+    assert after["demo"].parameters == parameters_of(load_config(ROOT / "configs" / "demo.yaml"))
+
+
+@pytest.mark.slow
+def test_a_deployed_run_completes_and_the_next_one_finds_its_stages(site: Site, client: Any) -> None:
+    parameters = json.dumps(parameters_of(load_config(site.config)))
+    watched = site.prefect("deployment", "run", "train-drafter/demo", "--params", "-", "--watch", input=parameters)
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    run, tasks, artifacts = newest_run(client)
+    assert (run.name, run.state.name) == ("tiny", "Completed")
+    assert tasks == dict.fromkeys(STAGES, "Completed")
+    assert {"summary", "acceptance", "train-progress"} <= artifacts
+
+    from mlflow import MlflowClient
+
+    store = MlflowClient(site.variables["MLFLOW_TRACKING_URI"])
+    experiment = store.get_experiment_by_name("dflash")
+    recorded = store.search_runs([experiment.experiment_id])
+    assert {item.data.tags.get("dflash.stage", "parent") for item in recorded} == {"parent", *(name.replace("-", "_") for name in STAGES)}
+    assert {item.info.status for item in recorded} == {"FINISHED"}
+    (parent,) = [item for item in recorded if "dflash.stage" not in item.data.tags]
+    assert parent.data.metrics["lossless"] == 1.0
+    assert "summary.json" in {item.path for item in store.list_artifacts(parent.info.run_id)}
+
+    submitted = CliRunner().invoke(app, ["submit", str(site.config), "--set", "run.name=again", "--watch"])
+    assert submitted.exit_code == 0, submitted.stderr
+    run, tasks, _ = newest_run(client)
+    assert (run.name, run.state.name) == ("again", "Completed")
+    assert tasks == dict.fromkeys(STAGES, "Cached")
+
+
+@pytest.mark.slow
+def test_a_bad_parameter_is_refused_with_its_path_and_nothing_starts(site: Site, client: Any) -> None:
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    before = len(client.read_flow_runs())
+    parameters: Any = parameters_of(load_config(site.config))
+    parameters["config"]["training"]["max_steps"] = 0
+    deployment = client.read_deployment_by_name("train-drafter/demo").id
+    with pytest.raises(PrefectHTTPStatusError) as refused:
+        client.create_flow_run_from_deployment(deployment, parameters=parameters)
+    assert "config.training.max_steps" in refused.value.response.text
+    checked = CliRunner().invoke(app, ["submit", str(site.config), "--set", "drafter.num_taps=40"])
+    assert checked.exit_code == 2
+    assert "drafter.num_taps = 40" in checked.stderr
+    assert len(client.read_flow_runs()) == before
+
+
+@pytest.mark.slow
+def test_status_names_the_services_and_up_finds_them_running(site: Site) -> None:
+    status = site.dflashctl("status")
+    assert status.returncode == 0
+    assert [line.split()[0] for line in status.stdout.splitlines()[:3]] == ["prefect", "mlflow", "worker"]
+    assert site.dflashctl("up").stdout == status.stdout
+
+
+@pytest.mark.slow
+def test_down_ends_a_flow_run_that_goes_on_and_it_has_saved_its_work(site: Site, client: Any) -> None:
+    stages = site.config.parent / "workspace" / "stages"
+    config = load_config(site.config, ["run.seed=5", "training.max_steps=4000", "training.epochs=20000", "training.checkpoint_every=1000"])
+    known = set(stages.glob("train-*"))
+    client.create_flow_run_from_deployment(client.read_deployment_by_name("train-drafter/demo").id, parameters=parameters_of(config))
+    deadline = time.monotonic() + 150
+    while not any((folder / "metrics.jsonl").is_file() for folder in set(stages.glob("train-*")) - known):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    stopped = site.dflashctl("down")
+    assert stopped.returncode == 0, stopped.stderr
+    assert marked(site.folder) == []
+    (folder,) = set(stages.glob("train-*")) - known
+    assert list((folder / "checkpoints").iterdir())
+    with contextlib.closing(sqlite3.connect(site.folder / "mlflow.db")) as database:
+        ended = database.execute("select status from runs order by start_time desc limit 2").fetchall()
+    assert ended == [("KILLED",), ("FINISHED",)]  # the training, and the warm-up before it
+    with contextlib.closing(sqlite3.connect(site.folder / "prefect" / "prefect.db")) as database:
+        assert database.execute("select state_type from flow_run order by created desc limit 1").fetchall() == [("CRASHED",)]
+
+
+@contextlib.contextmanager
+def up_half_way(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """'up' that has started the servers, which do not answer yet."""
+    variables = {**os.environ, "DFLASH_SERVICES": str(folder)}
+    with subprocess.Popen([sys.executable, "-m", "flows.cli", "up"], cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        while len(services(folder)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_up_that_is_interrupted_half_way_stops_what_it_has_started(tmp_path: Path, sign: signal.Signals) -> None:
+    with up_half_way(tmp_path) as process:
+        process.send_signal(sign)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert marked(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_what_a_killed_up_leaves_is_found_by_the_next_up_and_stopped_by_down(tmp_path: Path) -> None:
+    with up_half_way(tmp_path) as process:
+        process.kill()
+    assert len(marked(tmp_path)) >= 2
+    again = command(["flows.cli", "up"], {"DFLASH_SERVICES": str(tmp_path)})
+    assert again.returncode == 1
+    assert "not: worker. Stop the rest (dflashctl down)" in again.stderr
+    assert command(["flows.cli", "down"], {"DFLASH_SERVICES": str(tmp_path)}).returncode == 0
+    assert marked(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_up_stops_everything_and_names_the_log_when_a_service_dies(tmp_path: Path) -> None:
+    with up_half_way(tmp_path) as process:
+        os.kill(services(tmp_path)["mlflow"].pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "mlflow has ended with status -9" in errors
+    assert str(tmp_path / "logs" / "mlflow.log") in errors
+    assert marked(tmp_path) == []
