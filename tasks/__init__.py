@@ -10,6 +10,7 @@ _DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the console has its own show, and the summary names the page
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "6",  # about two minutes, with pauses that double
     "DO_NOT_TRACK": "1",
 }
