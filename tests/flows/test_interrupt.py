@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,7 +38,10 @@ def metric_file(config: Path) -> Path | None:
 def run_until_step(config: Path, step: int, sign: signal.Signals) -> tuple[int, str]:
     """Start the command, send a signal once training has recorded ``step``; returns (status, what it wrote to stderr). No process is left."""
     command = [sys.executable, "-m", "flows.cli", "run", str(config), *LONG]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as process:
+    alone = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}  # not with another test's server
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=alone, start_new_session=True
+    ) as process:
         assert wait_for_step(process, config, step), "training ended before the signal could be sent"
         started = psutil.Process(process.pid).children(recursive=True)
         assert started, "it starts a temporary Prefect server"
