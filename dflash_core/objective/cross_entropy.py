@@ -109,9 +109,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.hidden_shape, ctx.hidden_dtype = hidden_MH.shape, hidden_MH.dtype
         labelled_M = labels_M >= 0
         # a labelled slot beyond the bound keeps NaN, so that it cannot go unnoticed
-        nll_M = torch.where(labelled_M, torch.nan, 0.0).to(statistics_dtype).index_copy_(0, slots_L, nll_L)
+        nll_M = torch.zeros_like(labels_M, dtype=statistics_dtype).masked_fill_(labelled_M, torch.nan).index_copy_(0, slots_L, nll_L)
         hit_M = torch.zeros_like(labelled_M).index_copy_(0, slots_L, hit_L)
-        probability_M = torch.where(labelled_M, torch.exp(-nll_M), 0.0)
+        probability_M = torch.exp(-nll_M).masked_fill_(~labelled_M, 0.0)  # torch.where copies its scalar to the device, and waits
         ctx.mark_non_differentiable(probability_M, hit_M)
         return nll_M, probability_M, hit_M
 

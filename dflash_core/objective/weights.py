@@ -26,7 +26,7 @@ def decay_weights(block_size: int, gamma: float, device: torch.device | str | No
     Returns: [S] float32.
     """
     slots_S = torch.arange(block_size, dtype=torch.float32, device=device)
-    return torch.where(slots_S > 0, torch.exp((1 - slots_S) / gamma), 0.0)
+    return torch.exp((1 - slots_S) / gamma).masked_fill_(slots_S == 0, 0.0)  # torch.where copies its scalar to the device, and waits
 
 
 def dpace_weights(probability_BNS: Tensor, labels_BNS: Tensor, alpha: float = 0.5) -> Tensor:
@@ -42,7 +42,7 @@ def dpace_weights(probability_BNS: Tensor, labels_BNS: Tensor, alpha: float = 0.
     """
     labelled_BNS = labels_BNS >= 0
     smoothed_BNS = (1 - alpha) * probability_BNS.detach().float() + alpha
-    reach_BNS = torch.where(labelled_BNS, smoothed_BNS, 1.0).cumprod(-1) * labelled_BNS
+    reach_BNS = smoothed_BNS.masked_fill(~labelled_BNS, 1.0).cumprod(-1) * labelled_BNS
     return reach_BNS.flip(-1).cumsum(-1).flip(-1) * labelled_BNS
 
 

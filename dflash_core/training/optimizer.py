@@ -28,7 +28,7 @@ class Optimizer(Protocol):
     @property
     def counters(self) -> Sequence[Tensor]: ...
 
-    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: float) -> Tensor: ...
+    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: Tensor) -> Tensor: ...
 
 
 class Moments:
@@ -77,11 +77,11 @@ class TorchAdamW:
         """One for each part."""
         return [state["step"] for state in self._adamw.state.values()]
 
-    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: float) -> Tensor:
+    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: Tensor) -> Tensor:
         """See ``FusedAdamW.update``; the gradients are the buffer that the optimiser was made with."""
         norm = torch.linalg.vector_norm(self._gradients_P) / denominator
         self._gradients_P.mul_((self._max_norm / (norm + 1e-6)).clamp_max(1.0) / denominator)
-        self._learning_rate.fill_(learning_rate)
+        self._learning_rate.copy_(learning_rate)
         self._adamw.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         self._adamw.step()
         self._moments.refresh()
@@ -93,22 +93,20 @@ class FusedAdamW:
 
     def __init__(self, layout: FlatLayout, training: TrainingConfig, moments: Moments):
         self._layout, self._training, self._moments = layout, training, moments
-        device = moments.masters_P.device
-        self._learning_rate = torch.zeros((), device=device)
-        self._updates = torch.zeros((), device=device)
+        self._updates = torch.zeros((), device=moments.masters_P.device)
 
     @property
     def counters(self) -> Sequence[Tensor]:
         """One for all."""
         return [self._updates]
 
-    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: float) -> Tensor:
+    def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: Tensor) -> Tensor:
         """Average, clip by the global norm, one AdamW step; the drafter's weights are up to date afterwards.
 
         Args:
             gradients:     every parameter once; a piece has decay entirely or not at all
             denominator:   float32 scalar > 0 that the gradients are divided by
-            learning_rate: of this step
+            learning_rate: of this step, float32 scalar on the device
 
         Returns:
             The norm of the averaged gradient before clipping, float32 scalar on the device.
@@ -117,15 +115,14 @@ class FusedAdamW:
 
         norm = gradient_norm([gradient for _, gradient in gradients]) / denominator
         finite = torch.isfinite(norm)
-        scale = torch.where(finite, (self._training.max_grad_norm / (norm + 1e-6)).clamp_max(1.0) / denominator, torch.nan)
-        self._learning_rate.fill_(learning_rate)
+        scale = ((self._training.max_grad_norm / (norm + 1e-6)).clamp_max(1.0) / denominator).masked_fill_(~finite, torch.nan)
         self._updates += finite
         moments = self._moments
         for start, gradient in gradients:
             piece = slice(start, start + gradient.numel())
             adamw_(
                 moments.compute_P[piece], gradient, moments.masters_P[piece], moments.exp_avg_P[piece], moments.exp_avg_sq_P[piece],
-                scale=scale, learning_rate=self._learning_rate, updates=self._updates, betas=self._training.betas, eps=1e-8,
+                scale=scale, learning_rate=learning_rate, updates=self._updates, betas=self._training.betas, eps=1e-8,
                 weight_decay=self._training.weight_decay if start < self._layout.num_decayed else 0.0,
             )  # fmt: skip
         return norm

@@ -76,6 +76,7 @@ class Replica:
         self.tail = Tail(drafter_config.block_size, len(training.devices))
         precision: torch.dtype = getattr(torch, training.precision)
         self.moments = Moments(self.layout, precision, device)
+        self._learning_rate = torch.zeros((), device=device)
         self.drafter = DFlashDrafter(drafter_config).to(device=device, dtype=precision)
         weights = self.layout.views(self.moments.compute_P)
         for name, parameter in self.drafter.named_parameters():
@@ -187,7 +188,7 @@ class Replica:
 
     def close_step(self, wants_to_stop: bool) -> None:
         """Write this replica's vote and whether its own gradient is finite; ``summed`` is then ready to be summed."""
-        self._tail[Tail.STOP] = float(wants_to_stop)
+        self._tail[Tail.STOP].fill_(float(wants_to_stop))  # assigning a number to an element copies it to the device, and waits
         if self._gradients.flat_P is not None:
             largest = torch.linalg.vector_norm(self._gradients.flat_P, float("inf"))  # NaN if any is
             self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(largest)).float()
@@ -198,7 +199,7 @@ class Replica:
         Every replica decides from the same bits, so all apply or all skip. Afterwards the tail holds the norm of the averaged gradient.
         """
         denominator = self._tail[Tail.DENOMINATOR].clamp_min(torch.finfo(torch.float32).tiny)
-        norm = self._optimizer.update(self._gradients.parts(), denominator, learning_rate)
+        norm = self._optimizer.update(self._gradients.parts(), denominator, self._learning_rate.fill_(learning_rate))
         self._tail[Tail.GRAD_NORM] = norm
         if self._gradients.flat_P is None:  # the one replica: its norm tells as much as another pass over its gradients would
             self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(norm)).float()
