@@ -75,9 +75,17 @@ class MetricJournal:
         self._thread = threading.Thread(target=run, args=(self._deliver_all,), name=f"metrics-{path.stem}", daemon=True)
         self._thread.start()
 
-    def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a step; values of steps that are already recorded are dropped. Never waits for the store."""
+    def append(self, step: int | None, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a step; values of steps that are already recorded are dropped. Never waits for the store.
+
+        Args:
+            step: None for the one after the last that these metrics have.
+        """
         with self._lock:
+            if self._file.closed:
+                return
+            if step is None:
+                step = 1 + max((self._last_steps.get(key, -1) for key in metrics), default=-1)
             fresh = {key: float(value) for key, value in metrics.items() if step > self._last_steps.get(key, -1)}
             if not fresh:
                 return
@@ -109,7 +117,8 @@ class MetricJournal:
             logger.warning(
                 "%d bytes of metrics are not in the tracking store (%s); the next start sends them.", self._size() - self._sent, self._failure
             )
-        self._file.close()
+        with self._lock:
+            self._file.close()
         return delivered
 
     def delete(self) -> None:

@@ -23,6 +23,8 @@ from dflash_core.plan import Plan
 from dflash_core.stages import stage_lock
 from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller, Watcher, duration, watcher
+from tasks.registry import Version
+from tasks.system import system_metrics
 from tasks.tracker import StageRecord, Tracker
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Run:
         self.tracker = tracker
         self.watcher = watched_by
         self.results: dict[str, StageResult] = {}
+        self.version: Version | None = None
+        """The registered drafter, once it is exported; None where nothing is recorded."""
 
     @classmethod
     @contextlib.contextmanager
@@ -64,7 +68,7 @@ class Run:
         Returns:
             A Completed state, named "Cached" where the results were found and verified, with the stage's counts.
         """
-        with self.tracker.stage(name) as stage_record, self.watched(name) as watched:
+        with self.tracker.stage(name) as stage_record, system_metrics(stage_record), self.watched(name) as watched:
 
             def on_metrics(step: int, metrics: Mapping[str, float]) -> None:
                 stage_record.log_metrics(step, metrics)

@@ -1,34 +1,104 @@
-"""The end of a run: ``summary.json``, and the same for people as a markdown artifact."""
+"""The end of a run: ``summary.json``, the same for people as a markdown artifact, and all of it as one page of HTML."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
+from dflash_core.evaluation import EvaluationResult
 from dflash_core.evaluation.plots import write_plots
+from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of, write_summary
 from dflash_core.training import read_metrics
 from tasks.progress import duration
+from tasks.registry import Version
 from tasks.run import Run
+from tasks.tracker import flat_params
+
+REPORT = "report.html"
 
 
 def summarise(run: Run) -> Path:
     """Write the summary of a run whose stages are all done; returns its path."""
     path = write_summary(run.plan, run.results, mlflow_run_id=run.tracker.run_id)
-    write_plots(path.parent / "plots", read_metrics(run.results["train"].folder / "metrics.jsonl"), evaluation_of(run.results["evaluate"].folder))
-    run.tracker.log_artifact(path.parent / "plots", "plots")
-    run.tracker.log_artifact(path)
     summary = json.loads(path.read_text(encoding="utf-8"))
-    markdown = in_markdown(summary, run.tracker.page())
+    metrics, evaluation = read_metrics(run.results["train"].folder / "metrics.jsonl"), evaluation_of(run.results["evaluate"].folder)
+    write_plots(path.parent / "plots", metrics, evaluation)
+    links = links_of(run)
+    write_report(path.parent / REPORT, report_of(run, summary, metrics, evaluation, links))
+    for artifact, folder in ((path.parent / "plots", "plots"), (path.parent / REPORT, None), (path, None)):
+        run.tracker.log_artifact(artifact, folder)
+    run.tracker.log_metrics(training_figures(metrics))
+    markdown = in_markdown(summary, links, run.version)
     run.tracker.log_text(markdown, "summary.md")
     run.publish(lambda: create_markdown_artifact(markdown, key="summary", description=f"Run {run.plan.config.run.name}"))
     return path
 
 
-def in_markdown(summary: dict[str, Any], mlflow_page: str | None) -> str:
+def links_of(run: Run) -> dict[str, str]:
+    """Label → address of what MLflow shows of a run; nothing where it is not a server."""
+    registry, version = run.tracker.registry, run.version
+    pages = {
+        "run": run.tracker.page(),
+        "report": run.tracker.artifact_page(REPORT),
+        "model": registry.page(version) if registry is not None and version is not None else None,
+    }
+    return {label: page for label, page in pages.items() if page is not None}
+
+
+def training_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What a table of runs is sorted by: the end of training, and means over all of it."""
+    if not metrics:
+        return {}
+    means = {f"training_{name}": _mean(metrics, name) for name in ("tokens_per_second", "data_wait_share")}
+    last = {f"final_{name}": metrics[-1][name] for name in ("loss", "token_accuracy") if name in metrics[-1]}
+    peak = {f"training_peak_{name}": max(item[name] for item in metrics if name in item) for name in metrics[-1] if name.startswith("memory_")}
+    return {**means, **last, **peak}
+
+
+def report_of(
+    run: Run, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, float]], evaluation: EvaluationResult, links: Mapping[str, str]
+) -> Report:
+    """All that is known of a run, for its page."""
+    config, info = run.plan.config, run.plan.info
+    counts = {name: result.manifest.counts for name, result in run.results.items()}
+    facts = {
+        "Drafter": {
+            "folder": summary["export_path"],
+            "registered as": "not registered" if run.version is None else str(run.version),
+            "shape": f"{config.drafter.num_layers} layers, blocks of {config.drafter.block_size}, {counts['export']['weights']:,} weights",
+        },
+        "Target": {
+            "name": info.name,
+            "revision": info.revision or "none",
+            "digest": info.digest[:16],
+            "layers tapped": str(list(run.plan.tap_layers)),
+        },
+        "Data": {
+            "sources": ", ".join(item.source for item in config.data.sources),
+            "conversations": f"{counts['samples']['conversations']:,} ({counts['responses'].get('duplicates', 0):,} repetitions left out)",
+            "training": f"{counts['samples']['train']:,} samples, {counts['samples']['train_supervised']:,} response tokens",
+            "held out": f"{counts['samples']['heldout']:,} samples",
+        },
+        "Training": {
+            "steps": f"{counts['train']['steps']:,} of {config.rows_per_step} rows of {config.training.row_length} tokens",
+            "speed": f"{counts['train']['tokens_per_second']:,.0f} tokens/s",
+            "waited for data": f"{_mean(metrics, 'data_wait_share'):.1%} of the time" if metrics else "not recorded",
+        },
+    }
+    stages = [(name, duration(stage["seconds"]), "found done" if stage["cached"] else "done") for name, stage in summary["stages"].items()]
+    return Report(run.plan.run_id, evaluation, metrics, facts, stages, flat_params(config.model_dump(mode="json")), links)
+
+
+def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(item.get(name, 0.0) for item in metrics) / len(metrics)
+
+
+def in_markdown(summary: Mapping[str, Any], links: Mapping[str, str], version: Version | None) -> str:
     """A page that says whether the drafter is good, where it lies, and how long each stage took."""
     length, speed = summary["acceptance_length"], summary["tokens_per_second"]
     untrained = summary["acceptance_length_untrained"]
@@ -44,7 +114,8 @@ def in_markdown(summary: dict[str, Any], mlflow_page: str | None) -> str:
         f"| decoding | {speed['decoding']:,.1f} tokens/s, {speed['decoding_without_drafter']:,.1f} without the drafter |",
         f"| training | {speed['training']:,.0f} tokens/s |",
         f"| drafter | `{summary['export_path']}` |",
-        f"| MLflow | {_mlflow(summary['mlflow_run_id'], mlflow_page)} |",
+        f"| registered as | {_linked(str(version or 'not registered'), links.get('model'))} |",
+        f"| MLflow | {_mlflow(summary['mlflow_run_id'], links)} |",
         "",
         "| stage | seconds | |",
         "|---|---:|---|",
@@ -53,7 +124,12 @@ def in_markdown(summary: dict[str, Any], mlflow_page: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mlflow(run_id: str | None, page: str | None) -> str:
+def _mlflow(run_id: str | None, links: Mapping[str, str]) -> str:
     if run_id is None:
         return "not recorded"
-    return f"[{run_id}]({page})" if page else f"run `{run_id}`"
+    report = f", [report]({links['report']})" if "report" in links else ""
+    return (_linked(run_id, links["run"]) if "run" in links else f"run `{run_id}`") + report
+
+
+def _linked(text: str, address: str | None) -> str:
+    return f"[{text}]({address})" if address else text

@@ -1,4 +1,4 @@
-"""What MLflow is told about a run: one parent run, a nested run for every stage, and a model.
+"""What MLflow is told about a run: one parent run, a nested run for every stage, and a registered model.
 
     with Tracker.open(config, run_folder) as tracker:               # FINISHED, FAILED or KILLED at the end
         with tracker.stage("train") as record:
@@ -28,6 +28,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.stages import write_json_atomic
 from tasks.journal import MetricJournal, Record
 from tasks.origin import git_tags, process_tags, settle_dead_runs
+from tasks.registry import Exported, Registry, Version
 from tasks.store import TrackingError, open_client, pinned_experiment
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,24 @@ class StageRecord:
         self._tracker = tracker
         self._lock = threading.Lock()
         self._journal: MetricJournal | None = None
+        self._closed = False
         if run_id is not None and self._journal_path.exists():
             self._journal = self._open_journal()  # an earlier process may have left metrics unsent
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step; steps that were recorded before are dropped. Does not wait for the store. A ``MetricSink``."""
+        self._append(step, metrics)
+
+    def log_sample(self, metrics: Mapping[str, float]) -> None:
+        """Record metrics that have no step of training: they are numbered. Does not wait for the store."""
+        self._append(None, metrics)
+
+    def _append(self, step: int | None, metrics: Mapping[str, float]) -> None:
         if self.run_id is None:
             return
         with self._lock:
+            if self._closed:
+                return
             self._journal = self._journal or self._open_journal()
         self._journal.append(step, metrics)
 
@@ -88,11 +99,18 @@ class StageRecord:
 
     def close(self, status: str) -> None:
         """Deliver what is left and set the status of the run. An interrupted run does not wait long: its journal is kept."""
+        with self._lock:
+            self._closed = True
         if self._journal is not None:
             delivered = self._journal.close(HURRIED_S if status == "KILLED" else PATIENCE_S)
             if delivered and status == "FINISHED":
                 self._journal.delete()  # nobody will go on in this run
         self._tracker.end_run(self.run_id, status)
+
+    @property
+    def uri(self) -> str | None:
+        """The store."""
+        return self._tracker.uri
 
     @property
     def _journal_path(self) -> Path:
@@ -211,31 +229,27 @@ class Tracker:
         tags = [InputTag("mlflow.data.context", context)]
         self._attempt(lambda run: self.client.log_inputs(run, [DatasetInput(dataset, tags)]), run_id)
 
-    def log_model(self, folder: Path, *, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> str | None:
-        """Record an exported drafter as a logged model of the parent run. Returns its id, or None if that failed.
+    def register_model(self, exported: Exported) -> Version | None:
+        """Register an exported drafter, from the parent run, unless it is registered. None if there is no tracking or that failed."""
+        found: list[Version] = []
+        registry = self.registry
+        if registry is not None:
+            self._attempt(lambda run: found.append(registry.register(self.experiment_id, run, exported)), None)
+        return found[0] if found else None
 
-        It can be registered: ``create_model_version(name, source=f"models:/{id}", model_id=id)``.
-        """
-        ids: list[str] = []
-        self._attempt(lambda run: ids.append(self._log_model(run, folder, name, params, tags)), None)
-        return ids[0] if ids else None
-
-    def _log_model(self, run_id: str, folder: Path, name: str, params: Mapping[str, object], tags: Mapping[str, object]) -> str:
-        model = self.client.create_logged_model(
-            self.experiment_id, name, run_id, {key: str(value) for key, value in tags.items()},
-            {key: _short(value) for key, value in params.items()}, "drafter",
-        )  # fmt: skip
-        try:
-            self.client.log_model_artifacts(model.model_id, str(folder))
-        except BaseException:
-            self.client.finalize_logged_model(model.model_id, "FAILED")
-            raise
-        self.client.finalize_logged_model(model.model_id, "READY")
-        return str(model.model_id)
+    @property
+    def registry(self) -> Registry | None:
+        """The registered models of the same store; None where nothing is recorded."""
+        return Registry(self.client, self.uri) if self.uri is not None else None
 
     def page(self) -> str | None:
         """Address of the run's page, where MLflow is a server."""
         return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}" if self.uri and self.uri.startswith("http") else None
+
+    def artifact_page(self, name: str) -> str | None:
+        """Address of an artifact of the run, as MLflow's pages show it."""
+        page = self.page()
+        return f"{page}/artifacts/{name}" if page else None
 
     def end_run(self, run_id: str | None, status: str) -> None:
         """Set the status of a run and its end."""

@@ -22,30 +22,23 @@ def draw_loss(axes: Any, metrics: Metrics) -> None:
     axes.plot(steps, losses, color=LIGHT, linewidth=1)
     axes.plot(steps, running_mean(losses), color=BLUE, linewidth=2)
     axes.margins(x=0.02)
-    slots, accuracy = series(metrics, "accuracy_slot_1")
-    if not slots:
-        return
-    right = axes.twinx()
-    right.plot(slots, running_mean([100 * value for value in accuracy]), color=ORANGE, linewidth=1.6)
-    right.set_ylim(0, 100)
-    right.set_ylabel("next-token accuracy, %", color=ORANGE, fontsize=9)
-    right.tick_params(length=0, labelsize=8, labelcolor=ORANGE)
-    right.spines[:].set_visible(False)
     axes.set_ylabel("loss", color=BLUE, fontsize=9)
+    slots, accuracy = series(metrics, "accuracy_slot_1")
+    _right_axis(axes, slots, running_mean([100 * value for value in accuracy]), "next-token accuracy, %", top=100)
 
 
 def draw_acceptance(axes: Any, result: EvaluationResult) -> None:
-    """Share of rounds in which each drafted position was accepted, trained beside untrained."""
+    """Share of rounds in which each drafted position was accepted, before training and after it."""
     _style(axes, "Drafted tokens accepted, by position", "position in the block", "% of rounds")
-    pairs: list[tuple[str, str, Figures]] = [("trained", BLUE, result.trained)]
+    pairs: list[tuple[str, str, Figures]] = [("after training", BLUE, result.trained)]
     if result.untrained is not None:
-        pairs.insert(0, ("untrained", GREY, result.untrained))
+        pairs.insert(0, ("before training", GREY, result.untrained))
     width = 0.8 / len(pairs)
     for number, (label, colour, figures) in enumerate(pairs):
         shares = [100 * share for share in figures.acceptance.per_position]
         places = [slot + (number - (len(pairs) - 1) / 2) * width for slot in range(1, len(shares) + 1)]
         bars = axes.bar(places, shares, width * 0.92, color=colour, label=f"{label}: {figures.acceptance.mean_of_requests:.2f} tokens a pass")
-        if label == "trained":
+        if label == "after training":
             axes.bar_label(
                 bars, [f"{share:.0f}" if share >= 1 or share == 0 else f"{share:.1f}" for share in shares], fontsize=8, color=INK, padding=2
             )
@@ -99,6 +92,28 @@ def draw_throughput(axes: Any, metrics: Metrics) -> None:
     axes.set_ylim(bottom=0)
 
 
+def draw_optimiser(axes: Any, metrics: Metrics) -> None:
+    """Gradient norm before clipping by step; learning rate on the right axis."""
+    steps, norms = series(metrics, "grad_norm")
+    _style(axes, "Gradient norm and learning rate", "optimiser step", "")
+    axes.plot(steps, norms, color=BLUE, linewidth=1.2)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("gradient norm", color=BLUE, fontsize=9)
+    axes.margins(x=0.02)
+    _right_axis(axes, *series(metrics, "learning_rate"), "learning rate")
+
+
+def draw_feed(axes: Any, metrics: Metrics) -> None:
+    """Share of the time that training waited for rows, by step; rows in the queue on the right axis."""
+    steps, shares = series(metrics, "data_wait_share")
+    _style(axes, "Waiting for data", "optimiser step", "")
+    axes.plot(steps, [100 * share for share in shares], color=BLUE, linewidth=1.2)
+    axes.set_ylim(0, max([10.0, *(110 * share for share in shares)]))
+    axes.set_ylabel("% of the time", color=BLUE, fontsize=9)
+    axes.margins(x=0.02)
+    _right_axis(axes, *series(metrics, "queue_depth"), "rows in the queue")
+
+
 def draw_memory(axes: Any, metrics: Metrics) -> None:
     """Memory by step: resident set of the process, and peak and reserved memory of each GPU."""
     _style(axes, "Memory during training", "optimiser step", "GiB")
@@ -125,7 +140,20 @@ def running_mean(values: Sequence[float], share: float = 0.05) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
+def _right_axis(axes: Any, steps: Sequence[float], values: Sequence[float], label: str, top: float | None = None) -> None:
+    if not steps:
+        return
+    right = axes.twinx()
+    right.set_facecolor("none")
+    right.plot(steps, values, color=ORANGE, linewidth=1.6)
+    right.set_ylim(0, top)
+    right.set_ylabel(label, color=ORANGE, fontsize=9)
+    right.tick_params(length=0, labelsize=8, labelcolor=ORANGE)
+    right.spines[:].set_visible(False)
+
+
 def _style(axes: Any, title: str, x_label: str, y_label: str) -> None:
+    axes.set_facecolor("none")  # whatever the page has behind it
     axes.set_title(title, fontsize=11, fontweight="bold", color=INK, loc="left", pad=10)
     axes.set_xlabel(x_label, fontsize=9, color=FAINT)
     axes.set_ylabel(y_label, fontsize=9, color=FAINT)

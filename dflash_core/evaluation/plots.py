@@ -7,6 +7,8 @@ Needs matplotlib (the extra ``pipeline``), which the rest of the core does witho
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,25 @@ from matplotlib.patches import FancyBboxPatch
 from dflash_core.evaluation.panels import (
     BLUE,
     FAINT,
+    GREEN,
+    GREY,
     INK,
     LIGHT,
+    ORANGE,
     Metrics,
     draw_acceptance,
+    draw_feed,
     draw_loss,
     draw_memory,
+    draw_optimiser,
     draw_prompts,
     draw_throughput,
     draw_time,
 )
 from dflash_core.evaluation.result import EvaluationResult
 from dflash_core.stages import atomic_write
+
+_VARIABLES = {INK: "ink", FAINT: "faint", LIGHT: "light", BLUE: "blue", ORANGE: "orange", GREEN: "green", GREY: "grey"}
 
 
 def write_plots(folder: Path, metrics: Metrics, result: EvaluationResult) -> dict[str, Path]:
@@ -47,6 +56,32 @@ def write_plots(folder: Path, metrics: Metrics, result: EvaluationResult) -> dic
         paths[name] = _save(figure, folder / f"{name}.png")
     paths["report"] = _save(report_figure(metrics, result), folder / "report.png")
     return paths
+
+
+def inline_charts(metrics: Metrics, result: EvaluationResult) -> list[str]:
+    """Every chart as an ``<svg>`` element for a page that sets the colours by CSS variables: --ink, --faint, --light, --blue, --orange, …"""
+    panels: list[Callable[[Any], None]] = [
+        lambda axes: draw_acceptance(axes, result),
+        lambda axes: draw_prompts(axes, result),
+        lambda axes: draw_time(axes, result),
+    ]
+    if metrics:
+        training = (draw_loss, draw_optimiser, draw_throughput, draw_feed, draw_memory)
+        panels += [lambda axes, draw=draw: draw(axes, metrics) for draw in training]  # type: ignore[misc]
+    return [_inline_svg(draw) for draw in panels]
+
+
+def _inline_svg(draw: Callable[[Any], None]) -> str:
+    figure = _figure(6.4, 3.7)
+    figure.patch.set_alpha(0.0)
+    draw(figure.add_subplot())
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    svg = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    svg = re.sub(r'\b(width|height)="[\d.]+pt" ?', "", svg[svg.index("<svg") :], count=2)
+    for colour, name in _VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg
 
 
 def report_figure(metrics: Metrics, result: EvaluationResult) -> Figure:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from dflash_core.decoding import Generation
 from dflash_core.evaluation import EvaluationResult, PromptRecord
 from dflash_core.evaluation.panels import running_mean, series
 from dflash_core.evaluation.plots import report_figure, write_plots
+from dflash_core.evaluation.report import Report, write_report
 from dflash_core.evaluation.result import figures, prompt_figures
 from dflash_core.training import read_metrics
 
@@ -100,3 +103,35 @@ def test_running_mean_keeps_constants_and_the_length() -> None:
     smooth = running_mean([math.sin(n) for n in range(100)], share=0.2)
     assert len(smooth) == 100
     assert max(map(abs, smooth[10:90])) < 0.15
+
+
+def page(tmp_path: Path, *, metrics: list[dict[str, float]], evaluation: EvaluationResult) -> str:
+    facts = {"Target": {"name": "a <tiny> & odd target"}}
+    report = Report("tiny-1", evaluation, metrics, facts, [("train", "2.0 s", "done")], {"training.epochs": 3}, {"run": "http://127.0.0.1/#/runs/1"})
+    return write_report(tmp_path / "report.html", report).read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_run_needs_nothing_but_itself_and_is_well_formed(tmp_path: Path) -> None:
+    text = page(tmp_path, metrics=METRICS, evaluation=result(untrained=True, rounds=[3, 0, 1]))
+    assert not re.findall(r"<(?:script|link|img|iframe)\b|@import|url\((?!#)|(?:src|href)=\"(?!#|http://127\.0\.0\.1/)", text)
+    references, names = set(re.findall(r'(?:url\(#|href="#)([\w-]+)', text)), set(re.findall(r'\bid="([\w-]+)"', text))
+    assert references <= names
+    assert text.count("<svg") == 8
+    assert "a &lt;tiny&gt; &amp; odd target" in text
+    assert not {"#111827", "#2563eb"} & set(re.findall(r"(?:fill|stroke): (#\w{6})", text)), "charts take their colours from the page"
+    parser = HTMLParser()
+    parser.feed(text)
+    parser.close()
+
+
+def test_the_page_says_what_matters_first_and_does_without_what_was_not_recorded(tmp_path: Path) -> None:
+    evaluation = result(untrained=True, rounds=[3, 0, 1])
+    text = page(tmp_path, metrics=[], evaluation=evaluation)
+    assert text.count("<svg") == 3, "there was no training to draw"
+    assert "All 3 answers are the target's own, token for token." in text
+    assert "<b>2.33</b>" in text
+    assert "1.00 before this training" in text
+    wrong = evaluation.model_copy(update={"lossless": 1 / 3, "diverged": 2, "diverged_beyond_noise": 2, "untrained": None})
+    text = page(tmp_path, metrics=[], evaluation=wrong)
+    assert "2 of 3 answers are not the" in text
+    assert "before this training" not in text

@@ -59,8 +59,10 @@ def outcomes() -> Iterator[Outcomes]:
 
 @pytest.fixture(scope="module")
 def first_run(tiny_config: Path, prefect_url: str) -> dict[str, Any]:
-    """Summary of a complete run."""
-    return json.loads(train_drafter(load_config(tiny_config)).read_text())
+    """Summary of a complete run, in which system metrics are sampled often enough for so short a training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+        return json.loads(train_drafter(load_config(tiny_config)).read_text())
 
 
 def newest_flow_run() -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -100,11 +102,39 @@ def test_a_run_is_recorded_in_mlflow_with_a_nested_run_per_stage(first_run: dict
     assert parent.data.metrics["lossless"] == 1.0
     assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, 9))
     assert [entry.dataset.name for entry in stages["shards"].inputs.dataset_inputs] == ["shards"]
-    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {"config.json", "summary.json", "summary.md", "plots"}
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {
+        "config.json", "summary.json", "summary.md", "plots", "report.html"
+    }  # fmt: skip
     assert "plots/loss.png" in {item.path for item in client.list_artifacts(parent.info.run_id, "plots")}
-    (model,) = client.search_logged_models([parent.info.experiment_id])
-    assert model.model_id == stages["export"].data.tags["dflash.logged_model"]
-    assert {path.name for path in Path(model.artifact_location.removeprefix("file://")).iterdir()} >= {"model.safetensors", "config.json"}
+    page = Path(client.download_artifacts(parent.info.run_id, "report.html")).read_text()
+    assert page.count("<svg") == 8
+    assert "Lossless." in page
+
+
+def test_everything_that_a_run_is_judged_by_is_a_metric(first_run: dict[str, Any], tiny_config: Path) -> None:
+    parent, stages = mlflow_run(load_config(tiny_config), first_run["mlflow_run_id"])
+    measured = {"lossless", "acceptance_length", "acceptance_length_untrained", "accepted_slot_1", "accepted_slot_3", "tokens_per_second", "speedup"}
+    trained = {"training_tokens_per_second", "training_data_wait_share", "training_peak_memory_rss", "final_loss", "final_token_accuracy"}
+    assert measured | trained <= set(parent.data.metrics)
+    curves = {"loss", "tokens_per_second", "data_wait_share", "memory_rss", "learning_rate", "grad_norm", "queue_depth", "accuracy_slot_1"}
+    assert curves <= set(stages["train"].data.metrics)
+    assert {name for name in stages["train"].data.metrics if name.startswith("system/")} >= {
+        "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes", "system/disk_usage_percentage"
+    }  # fmt: skip
+
+
+def test_the_drafter_is_a_registered_version_with_what_speaks_for_it(first_run: dict[str, Any], tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    client, _ = open_client(config)
+    _, stages = mlflow_run(config, first_run["mlflow_run_id"])
+    version = next(item for item in client.search_model_versions("name = 'dflash-target'") if item.run_id == first_run["mlflow_run_id"])
+    assert stages["export"].data.tags["dflash.model_version"] == f"dflash-target version {version.version}"
+    assert {"target", "target.digest", "data.digest", "git.commit", "config.digest", "lossless", "acceptance_length", "speedup"} <= set(version.tags)
+    assert (version.tags["lossless"], version.tags["config.digest"]) == ("1.0", config.digest)
+    assert version.description.startswith("# DFlash drafter for target")
+    files = {path.name: path.read_bytes() for path in Path(version.source.removeprefix("file://")).iterdir()}
+    assert files == {path.name: path.read_bytes() for path in Path(first_run["export_path"]).iterdir()}
+    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pt", ".bin"))]
 
 
 def test_the_second_run_finds_every_stage_and_says_so_in_prefect(first_run: dict[str, Any], tiny_config: Path, outcomes: Outcomes) -> None:
@@ -116,6 +146,7 @@ def test_the_second_run_finds_every_stage_and_says_so_in_prefect(first_run: dict
     assert {name: state.name for name, state in tasks.items()} == dict.fromkeys(STAGES, "Cached")
     assert {"summary", "acceptance"} <= set(artifacts)
     assert "| acceptance length |" in artifacts["summary"].data
+    assert "| registered as | dflash-target version 1 |" in artifacts["summary"].data, "the same export is registered once"
     # The curve of the cached training is there to be compared with others.
     config = load_config(tiny_config)
     _, stages = mlflow_run(config, summary["mlflow_run_id"])

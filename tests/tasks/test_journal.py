@@ -106,6 +106,17 @@ def test_steps_that_a_resumed_training_repeats_are_dropped(tmp_path: Path) -> No
     assert [record.step for record in store.records] == [1, 2, 3, 4]
 
 
+def test_metrics_without_a_step_are_numbered_on_after_a_restart(tmp_path: Path) -> None:
+    store = Store()
+    for _ in range(2):
+        journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
+        journal.append(None, {"system/cpu": 1.0, "system/disk": 2.0})
+        journal.append(None, {"system/cpu": 1.0})
+        assert journal.close(10)
+        journal.append(None, {"system/cpu": 9.0})  # a sampler that ends a little later
+    assert [record.step for record in store.records if record.key == "system/cpu"] == [0, 1, 2, 3]
+
+
 def test_metrics_of_a_process_killed_right_after_appending_are_not_lost(tmp_path: Path) -> None:
     code = """
 import os, signal, sys

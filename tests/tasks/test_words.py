@@ -18,16 +18,17 @@ SUMMARY = {
 
 
 @pytest.mark.parametrize(
-    ("run_id", "page", "words"),
+    ("run_id", "links", "words"),
     [
-        (None, None, "| MLflow | not recorded |"),
-        ("abc", None, "| MLflow | run `abc` |"),
-        ("abc", "http://m/#/abc", "| MLflow | [abc](http://m/#/abc) |"),
+        (None, {}, "| MLflow | not recorded |"),
+        ("abc", {}, "| MLflow | run `abc` |"),
+        ("abc", {"run": "http://m/#/abc", "report": "http://m/r"}, "| MLflow | [abc](http://m/#/abc), [report](http://m/r) |"),
     ],
 )
-def test_the_summary_says_where_the_run_is_recorded(run_id: str | None, page: str | None, words: str) -> None:
-    lines = in_markdown({**SUMMARY, "mlflow_run_id": run_id}, page).splitlines()
+def test_the_summary_says_where_the_run_is_recorded(run_id: str | None, links: dict[str, str], words: str) -> None:
+    lines = in_markdown({**SUMMARY, "mlflow_run_id": run_id}, links, None).splitlines()
     assert words in lines
+    assert "| registered as | not registered |" in lines
     assert "| untrained | not measured |" in lines
     assert "| train | 1 min 15 s |  |" in lines
 

@@ -1,0 +1,162 @@
+"""Registered models: ``dflash-<target>`` has a version for every exported drafter, and the alias ``champion`` names the one to serve.
+
+    registry = Registry(client, uri)
+    version = registry.register(experiment_id, run_id, Exported(...))     # finds it if it is there already
+    registry.promote(version)
+
+What is registered is the serving folder as it is: safetensors, JSON, a model card. Every address is given to MLflow, which
+otherwise takes that of the process: its SQL store looks for the logged model behind a source ``models:/<id>`` in the process's
+own tracking store, and does not find it. So a version's source is the logged model's place.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHAMPION = "champion"
+EXPORT_KEY = "dflash.export_key"
+LONGEST_DESCRIPTION = 5000  # characters that MLflow's databases hold
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported drafter. ``key`` is that of its export: the same export is registered once. ``card`` is its model card."""
+
+    name: str
+    key: str
+    folder: Path
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    card: str
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered version. ``source`` is the place of its files, as the store knows it."""
+
+    name: str
+    number: str
+    source: str
+    run_id: str | None
+    model_id: str
+    tags: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.name} version {self.number}"
+
+
+def registered_name(target: str) -> str:
+    """Name of the registered model of a target, ``dflash-`` and the last part of the target's own name."""
+    last = Path(target).expanduser().resolve().name if target.startswith((".", "~", "/")) else target.rstrip("/").rsplit("/", 1)[-1]
+    return f"dflash-{re.sub(r'[^a-z0-9._-]+', '-', last.lower())}"
+
+
+class Registry:
+    """The model registry of one store, through its client alone."""
+
+    def __init__(self, client: Any, uri: str):
+        self._client = client
+        self._uri = uri
+
+    def register(self, experiment_id: str, run_id: str, exported: Exported) -> Version:
+        """The version of an exported drafter; registered as a logged model of the run if it is not there yet.
+
+        A process that is killed on the way leaves a logged model without version, which the next call takes up.
+        """
+        known = self.find(exported.name, exported.key)
+        if known is not None:
+            return known
+        model = self._logged_model(experiment_id, run_id, exported)
+        self._ensure_registered_model(exported)
+        version = self._client.create_model_version(
+            exported.name, source=model.artifact_location, run_id=model.source_run_id, model_id=model.model_id, await_creation_for=0,
+            tags={**exported.tags, EXPORT_KEY: exported.key, "dflash.logged_model": model.model_id},
+            description=_without_front_matter(exported.card)[:LONGEST_DESCRIPTION],
+        )  # fmt: skip
+        return _version(version)
+
+    def find(self, name: str, key: str) -> Version | None:
+        """The version that was registered for an export, or None."""
+        found = self._client.search_model_versions(f"name = '{name}' and tags.`{EXPORT_KEY}` = '{key}'")
+        return _version(found[0]) if found else None
+
+    def champion(self, name: str) -> Version | None:
+        """The version that the alias names, or None."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return _version(self._client.get_model_version_by_alias(name, CHAMPION))
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, no such alias
+                return None
+            raise
+
+    def version(self, name: str, number: str) -> Version:
+        """A version by its number."""
+        return _version(self._client.get_model_version(name, number))
+
+    def promote(self, version: Version) -> None:
+        """Let the alias name this version."""
+        self._client.set_registered_model_alias(version.name, CHAMPION, version.number)
+
+    def set_tags(self, version: Version, tags: Mapping[str, str]) -> None:
+        """Set tags of a version."""
+        for key, value in tags.items():
+            self._client.set_model_version_tag(version.name, version.number, key, value)
+
+    def fetch(self, version: Version, folder: Path) -> Path:
+        """Copy a version's files to ``folder``, unless they are there; returns it. A folder that is there is whole."""
+        from mlflow.artifacts import download_artifacts
+
+        if not folder.is_dir():
+            temporary = folder.with_name(f".{folder.name}.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            found = download_artifacts(artifact_uri=version.source, dst_path=str(temporary), tracking_uri=self._uri, registry_uri=self._uri)
+            Path(found).replace(folder)
+            shutil.rmtree(temporary, ignore_errors=True)
+        return folder
+
+    def page(self, version: Version) -> str | None:
+        """Address of a version's page, where MLflow is a server."""
+        return f"{self._uri.rstrip('/')}/#/models/{version.name}/versions/{version.number}" if self._uri.startswith("http") else None
+
+    def _logged_model(self, experiment_id: str, run_id: str, exported: Exported) -> Any:
+        begun = self._client.search_logged_models([experiment_id], f"tags.`{EXPORT_KEY}` = '{exported.key}'")
+        whole = [model for model in begun if str(model.status) == "READY"]
+        if whole:
+            return whole[0]
+        model = self._client.create_logged_model(
+            experiment_id, exported.name, run_id, {**exported.tags, EXPORT_KEY: exported.key}, dict(exported.params), "drafter"
+        )
+        try:
+            self._client.log_model_artifacts(model.model_id, str(exported.folder))
+        except BaseException:
+            self._client.finalize_logged_model(model.model_id, "FAILED")
+            raise
+        return self._client.finalize_logged_model(model.model_id, "READY")
+
+    def _ensure_registered_model(self, exported: Exported) -> None:
+        from mlflow.exceptions import MlflowException
+
+        about = f"Drafters for {exported.tags.get('target', exported.name)}. Serve the version with the alias '{CHAMPION}'."
+        try:
+            self._client.create_registered_model(exported.name, tags={"dflash.target": exported.tags.get("target", "")}, description=about)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+
+def _version(found: Any) -> Version:
+    tags = dict(found.tags)
+    return Version(found.name, str(found.version), found.source, found.run_id or None, tags.get("dflash.logged_model", ""), tags)
+
+
+def _without_front_matter(card: str) -> str:
+    """MLflow shows markdown, not the front matter that model hubs read."""
+    return re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)

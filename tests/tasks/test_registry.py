@@ -1,0 +1,82 @@
+"""Registered models in a real store, wherever the process's own MLflow address points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash_core.config import PipelineConfig
+from tasks.registry import Exported, Registry, registered_name
+from tasks.tracker import Tracker
+
+
+@pytest.fixture
+def tracker(make_config: Callable[..., PipelineConfig], tmp_path: Path) -> Tracker:
+    return Tracker.open(make_config(), tmp_path / "run")
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Exported:
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    card = "---\nlicense: apache-2.0\n---\n# A drafter\nmeasured: 2.5\n"
+    return Exported(f"dflash-{tmp_path.name}", "key1", folder, {"drafter.num_layers": "2"}, {"target": "some/target", "lossless": "1.0"}, card)
+
+
+def registry_of(tracker: Tracker) -> Registry:
+    assert tracker.registry is not None
+    return tracker.registry
+
+
+def test_a_version_has_the_files_the_tags_and_the_card_and_belongs_to_its_run(
+    tracker: Tracker, exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/another.db")
+    version = tracker.register_model(exported)
+    assert version is not None, "MLflow looked into the process's own store"
+    assert not (tmp_path / "another.db").exists()
+    stored = tracker.client.get_model_version(version.name, version.number)
+    assert (stored.run_id, stored.description) == (tracker.run_id, "# A drafter\nmeasured: 2.5\n")
+    assert (version.tags["lossless"], version.tags["target"]) == ("1.0", "some/target")
+    model = tracker.client.get_logged_model(version.model_id)
+    assert (str(model.status), model.source_run_id, model.params) == ("READY", tracker.run_id, {"drafter.num_layers": "2"})
+    fetched = registry_of(tracker).fetch(version, tmp_path / "fetched")
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {"config.json": b"{}", "model.safetensors": b"weights"}
+
+
+def test_the_same_export_is_registered_once_also_when_a_kill_came_between_its_two_halves(tracker: Tracker, exported: Exported) -> None:
+    assert tracker.run_id is not None
+    model = registry_of(tracker)._logged_model(tracker.experiment_id, tracker.run_id, exported)  # killed before the version was created
+    first, second = tracker.register_model(exported), tracker.register_model(exported)
+    assert first is not None
+    assert first == second
+    assert (first.number, first.model_id) == ("1", model.model_id)
+    assert len(tracker.client.search_logged_models([tracker.experiment_id])) == 1
+
+
+def test_the_champion_is_nobody_until_one_is_promoted_and_then_the_last_that_was(tracker: Tracker, exported: Exported) -> None:
+    registry = registry_of(tracker)
+    assert registry.champion(exported.name) is None
+    first = tracker.register_model(exported)
+    assert first is not None
+    assert registry.champion(exported.name) is None
+    registry.promote(first)
+    other = tracker.register_model(Exported(**{**vars(exported), "key": "key2"}))
+    assert other is not None
+    assert registry.champion(exported.name) == first
+    registry.promote(other)
+    assert registry.champion(exported.name) == other
+    assert registry.version(exported.name, "1") == first
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("Qwen/Qwen3-8B", "dflash-qwen3-8b"), ("smollm2-135m-instruct", "dflash-smollm2-135m-instruct"), ("/models/My Model/", "dflash-my-model")],
+)
+def test_the_name_of_a_registered_model_comes_from_its_target(target: str, name: str) -> None:
+    assert registered_name(target) == name
