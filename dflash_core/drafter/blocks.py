@@ -32,11 +32,14 @@ def valid_anchors(loss_mask_T: Tensor, document_ids_T: Tensor) -> Tensor:
 
 
 def sample_anchors(loss_mask_T: Tensor, document_ids_T: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
-    """Draw the anchors of one row, without repetition, each valid position equally likely.
+    """Draw the anchors of one row, without repetition: each document its share, each valid position of a document equally likely.
+
+    A document's share is in proportion to its valid positions, rounded up or down at random so that it is right on average, and at least one
+    where there are no more documents than slots: drawn over the whole row, a short document beside long ones would often get none.
 
     Args:
         loss_mask_T:    [T] bool on the CPU
-        document_ids_T: [T] int on the CPU, -1 for padding
+        document_ids_T: [T] int on the CPU, -1 for padding; equal in one contiguous run for each document
         num_anchors:    N, slots of the row
         generator:      CPU generator, seeded by the caller from (seed, epoch, row)
 
@@ -44,10 +47,35 @@ def sample_anchors(loss_mask_T: Tensor, document_ids_T: Tensor, num_anchors: int
         [N] int64: exactly min(k, N) of the k valid positions in ascending order, then -1 for every empty slot.
     """
     valid = valid_anchors(loss_mask_T, document_ids_T).nonzero().flatten()
-    chosen = valid[torch.randperm(len(valid), generator=generator)[:num_anchors]]
+    sizes_D = document_ids_T[valid].unique_consecutive(return_counts=True)[1]
+    shares_D = _shares(sizes_D, min(len(valid), num_anchors), generator)
+    chosen = [
+        positions[torch.randperm(len(positions), generator=generator)[:share]]
+        for positions, share in zip(valid.split(sizes_D.tolist()), shares_D.tolist(), strict=True)
+    ]
     anchors = torch.full((num_anchors,), -1, dtype=torch.int64)
-    anchors[: len(chosen)] = chosen.sort().values
+    if chosen:
+        drawn = torch.cat(chosen).sort().values
+        anchors[: len(drawn)] = drawn
     return anchors
+
+
+def _shares(sizes_D: Tensor, slots: int, generator: torch.Generator) -> Tensor:
+    """[D] int64: how many of ``slots`` (at most the sum of the sizes) each document gets; never more than its size.
+
+    Systematic rounding: exact shares laid end to end, and whole numbers counted from a random start. Whoever has less than one gets one first.
+    """
+    shares_D = torch.zeros_like(sizes_D)
+    if slots >= len(sizes_D):
+        while (small_D := (sizes_D * (slots - shares_D.sum()) < sizes_D[shares_D == 0].sum()) & (shares_D == 0)).any():
+            shares_D[small_D] = 1
+    rest_D = torch.where(shares_D == 0, sizes_D, 0)
+    total = int(rest_D.sum())
+    if total == 0:
+        return shares_D
+    start = torch.randint(total, (), generator=generator)
+    ends_D = (rest_D.cumsum(0) * (slots - shares_D.sum()) + start) // total  # in whole numbers, so that nothing is lost to rounding
+    return shares_D + ends_D.diff(prepend=ends_D.new_zeros(1))
 
 
 def block_tokens(tokens_BT: Tensor, anchors_BN: Tensor, config: DFlashConfig) -> Tensor:

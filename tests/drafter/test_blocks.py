@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -43,13 +44,31 @@ def test_k_valid_positions_give_exactly_min_k_n_distinct_ascending_anchors_and_t
     assert sample_anchors(mask, documents, num_anchors, generator(seed)).tolist() == anchors
 
 
-def test_every_valid_position_is_drawn_equally_often() -> None:
-    mask, documents = torch.ones(21, dtype=torch.bool), torch.zeros(21, dtype=torch.int32)
-    counts = torch.zeros(21)
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 60), st.integers(0, 1000))
+def test_documents_share_the_slots_in_proportion_and_none_goes_without_where_slots_suffice(sizes: list[int], slots: int, seed: int) -> None:
+    documents = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes) + 1).int()  # a document's last position is no anchor
+    anchors = sample_anchors(torch.ones(len(documents), dtype=torch.bool), documents, slots, generator(seed))
+    shares = documents[anchors[anchors >= 0]].bincount(minlength=len(sizes)).tolist()
+    filled = min(slots, sum(sizes))
+    assert sum(shares) == filled
+    for size, share in zip(sizes, shares, strict=True):
+        exact = filled * size / sum(sizes)
+        assert share <= max(1, math.ceil(exact))
+        assert share >= 1 or filled < len(sizes)
+        if filled * min(sizes) >= sum(sizes):  # nobody needed more than a fair share
+            assert share >= math.floor(exact)
+    assert all(a >= b - 1 for x, a in zip(sizes, shares, strict=True) for y, b in zip(sizes, shares, strict=True) if x >= y)
+
+
+def test_every_valid_position_is_drawn_equally_often_in_long_and_short_documents() -> None:
+    documents = torch.tensor([0] * 15 + [1] * 7 + [-1] * 2, dtype=torch.int32)  # 14 and 6 valid positions: 3.5 and 1.5 of 5 slots
+    mask, counts = torch.ones(24, dtype=torch.bool), torch.zeros(24)
     for seed in range(2000):
         counts[sample_anchors(mask, documents, 5, generator(seed))] += 1
-    assert counts[20] == 0
-    assert ((counts[:20] - 500).abs() < 5 * 500**0.5).all()  # 2000 draws of 5 out of 20
+    assert not counts[[14, 21, 22, 23]].any()
+    drawn = torch.cat([counts[:14], counts[15:21]])
+    assert ((drawn - 500).abs() < 5 * 500**0.5).all()  # 2000 draws of 5 out of 20
 
 
 @settings(max_examples=60, deadline=None)
