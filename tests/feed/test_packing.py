@@ -49,6 +49,12 @@ def test_at_most_two_percent_of_a_chat_mix_is_padding(median: float, sigma: floa
     assert waste(mix(median, sigma, count, row_length), row_length) <= 0.02
 
 
+@pytest.mark.parametrize("row_length", [552, 736, 920, 1280, 2048])
+def test_samples_of_nearly_one_length_are_packed_where_best_fit_alone_leaves_five_percent(row_length: int) -> None:
+    lengths = np.random.default_rng(0).normal(182, 14, 400).round().clip(110, 250).astype(np.int64)
+    assert waste(lengths, row_length) <= 0.02
+
+
 def test_the_same_seed_and_epoch_give_the_same_rows_and_others_do_not() -> None:
     lengths = mix(count=500)
     first = pack_rows(lengths, T, seed=1, epoch=0)
