@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dflash_core.config import PipelineConfig
+from dflash_core.drafter.attention import kernels_fit
 from dflash_core.drafter.config import chosen_tap_layers, mask_token_problems, tap_problems
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.info import TargetInfo
@@ -83,6 +84,14 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
     else:
         yield from tap_problems(taps, info)
     yield from mask_token_problems(drafter.mask_token_id, info)
+    precision = config.training.precision
+    if config.training.attention == "fused" and not kernels_fit(drafter.block_size, info.head_dim, precision):
+        yield Problem(
+            "training.attention", "fused",
+            "the kernels take bfloat16, heads of 64 or 128 and blocks that divide 64; "
+            f"here are {precision}, heads of {info.head_dim} and blocks of {drafter.block_size}",
+            "Set training.attention to auto or flex",
+        )  # fmt: skip
     if config.data.max_length > info.max_position_embeddings:
         yield Problem(
             "data.max_length", config.data.max_length, f"longer than the target's {info.max_position_embeddings} positions", "Lower data.max_length"

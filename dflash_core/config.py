@@ -162,6 +162,10 @@ class TrainingConfig(Section):
     decay_fraction: Fraction = Field(0.2, description="Share of the steps in which 'wsd' decays.")
     min_lr_fraction: Fraction = Field(0.0, description="Learning rate at the end, as a share of the peak.")
     precision: Literal["float32", "bfloat16"] = Field("bfloat16", description="Precision of the computation; masters are always float32.")
+    attention: Literal["auto", "fused", "flex"] = Field(
+        "auto",
+        description="Attention on CUDA: this project's fused kernels or torch's flex_attention; auto takes the kernels where they fit. Dense on CPU.",
+    )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile of the drafter; auto compiles on CUDA.")
     queue_rows: PositiveInt = Field(16, description="Rows that the shared queue holds at most.")
     log_every: PositiveInt = Field(1, description="Steps between two records of metrics.")

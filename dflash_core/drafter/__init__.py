@@ -1,5 +1,6 @@
 """The DFlash drafter: its shape, its model, its attention masks, its blocks and its formats on disk."""
 
+from dflash_core.drafter.attention import IntervalMask, attention_kind, block_attention, interval_mask, kernels_fit
 from dflash_core.drafter.blocks import IGNORE, block_labels, block_positions, block_tokens, sample_anchors, valid_anchors
 from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.card import model_card
@@ -19,7 +20,10 @@ __all__ = [
     "DFlashDrafter",
     "DrafterCache",
     "DrafterSpec",
+    "IntervalMask",
     "as_block_mask",
+    "attention_kind",
+    "block_attention",
     "block_labels",
     "block_mask_tensors",
     "block_positions",
@@ -30,6 +34,8 @@ __all__ = [
     "dflash_dense_mask",
     "export_drafter",
     "flex_copies",
+    "interval_mask",
+    "kernels_fit",
     "load_checkpoint",
     "model_card",
     "sample_anchors",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from dflash_core.drafter.attention import IntervalMask, block_attention
 from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.config import DFlashConfig
 from dflash_core.drafter.rope import rope_frequencies
@@ -29,6 +30,7 @@ INITIAL_STD = 0.02
 DENSE_GROUP = 128  # draft positions that share one call of dense attention; measured on CPU: 64 and 256 are slower
 KeysValues = tuple[Tensor, Tensor]
 Rotation = tuple[Tensor, Tensor]
+Mask = Tensor | BlockMask | IntervalMask
 
 
 class RMSNorm(nn.Module):
@@ -60,23 +62,26 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def queries(self, x_BQH: Tensor, rotation: Rotation) -> Tensor:
-        """[B, A, Q, D]."""
-        return rotate(self.q_norm(self._heads(self.q_proj(x_BQH))), rotation).transpose(1, 2)
+        """[B, Q, A, D]."""
+        return rotate(self.q_norm(self._heads(self.q_proj(x_BQH))), rotation)
 
     def keys_values(self, x_BXH: Tensor, rotation: Rotation) -> KeysValues:
-        """Two of [B, G, X, D]."""
-        k = rotate(self.k_norm(self._heads(self.k_proj(x_BXH))), rotation)
-        return k.transpose(1, 2), self._heads(self.v_proj(x_BXH)).transpose(1, 2)
+        """Two of [B, X, G, D]."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x_BXH))), rotation), self._heads(self.v_proj(x_BXH))
 
-    def attend(self, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """[B, Q, H]."""
-        if isinstance(mask, BlockMask):
-            out = flex(q_BAQD, k_BGXD, v_BGXD, mask)
-        elif mask is None:
-            out = functional.scaled_dot_product_attention(q_BAQD, k_BGXD, v_BGXD, enable_gqa=self.enable_gqa)
-        else:
-            out = self._dense(q_BAQD, k_BGXD, v_BGXD, mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def attend(self, q_BQAD: Tensor, context: KeysValues, block: KeysValues, mask: Mask) -> Tensor:
+        """[B, Q, A, D], under one of the three forms of the mask."""
+        if isinstance(mask, IntervalMask):
+            return block_attention(q_BQAD, *context, *block, mask)
+        q_BAQD = q_BQAD.transpose(1, 2)
+        k_BGXD, v_BGXD = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(context, block, strict=True))
+        out_BAQD = flex(q_BAQD, k_BGXD, v_BGXD, mask) if isinstance(mask, BlockMask) else self._dense(q_BAQD, k_BGXD, v_BGXD, mask)
+        return out_BAQD.transpose(1, 2)
+
+    def draft(self, q_BSAD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor) -> Tensor:
+        """[B, S, A, D]: one block that sees all keys there are."""
+        out = functional.scaled_dot_product_attention(q_BSAD.transpose(1, 2), k_BGXD, v_BGXD, enable_gqa=self.enable_gqa)
+        return out.transpose(1, 2)
 
     def _dense(self, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Tensor) -> Tensor:
         """SDPA for one group of whole blocks after the other: blocks never see each other, so a group needs the context and its own keys only.
@@ -120,12 +125,12 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_BQH: Tensor, rotation: Rotation, context: Callable[[Tensor, Tensor], KeysValues], mask: Tensor | BlockMask | None) -> Tensor:
-        """``context`` puts the context's keys and values before those of the block."""
+    def forward(self, x_BQH: Tensor, rotation: Rotation, attend: Callable[[Tensor, KeysValues], Tensor]) -> Tensor:
+        """``attend`` takes the queries [B, Q, A, D] and the block's keys and values, knows the context, and returns [B, Q, A, D]."""
         attention = self.self_attn
         normed = self.input_layernorm(x_BQH)
-        k, v = context(*attention.keys_values(normed, rotation))
-        x_BQH = x_BQH + attention.attend(attention.queries(normed, rotation), k, v, mask)
+        out_BQAD = attend(attention.queries(normed, rotation), attention.keys_values(normed, rotation))
+        x_BQH = x_BQH + attention.o_proj(out_BQAD.flatten(2))
         return x_BQH + self.mlp(self.post_attention_layernorm(x_BQH))
 
 
@@ -171,7 +176,7 @@ class DFlashDrafter(nn.Module):
         block_embeddings_BQH: Tensor,
         context_positions_BT: Tensor,
         block_positions_BQ: Tensor,
-        mask: Tensor | BlockMask,
+        mask: Mask,
     ) -> Tensor:
         """Hidden states of all blocks of each row, ready for the target's head.
 
@@ -180,7 +185,7 @@ class DFlashDrafter(nn.Module):
             block_embeddings_BQH: [B, Q, H] the target's embeddings of the block tokens
             context_positions_BT: [B, T] int64 absolute positions
             block_positions_BQ:   [B, Q] int64 absolute positions
-            mask:                 ``dflash_dense_mask`` (CPU) or ``dflash_block_mask`` (inside torch.compile, on CUDA) over [context, blocks]
+            mask:                 ``dflash_dense_mask`` (CPU), ``dflash_block_mask`` (inside torch.compile, on CUDA) or ``interval_mask`` (CUDA)
 
         Returns:
             [B, Q, H] in the dtype of the weights, after the final norm.
@@ -195,7 +200,7 @@ class DFlashDrafter(nn.Module):
         block_embeddings_BQH: Tensor,
         context_rotation: Rotation,
         block_rotation: Rotation,
-        mask: Tensor | BlockMask,
+        mask: Mask,
     ) -> Tensor:
         """``forward`` with the positions as ``rotation`` gives them.
 
@@ -205,12 +210,12 @@ class DFlashDrafter(nn.Module):
         context_BTH = self.context(features_BTF)
         x_BQH = block_embeddings_BQH.to(context_BTH.dtype)
         for layer in self._draft_layers():
-            k_context, v_context = layer.self_attn.keys_values(context_BTH, context_rotation)
+            attention, context = layer.self_attn, layer.self_attn.keys_values(context_BTH, context_rotation)
 
-            def before(k: Tensor, v: Tensor, k_context: Tensor = k_context, v_context: Tensor = v_context) -> KeysValues:
-                return torch.cat([k_context, k], dim=2), torch.cat([v_context, v], dim=2)
+            def attend(q: Tensor, block: KeysValues, attention: Attention = attention, context: KeysValues = context) -> Tensor:
+                return attention.attend(q, context, block, mask)
 
-            x_BQH = layer(x_BQH, block_rotation, before, mask)
+            x_BQH = layer(x_BQH, block_rotation, attend)
         return self.norm(x_BQH)
 
     def context(self, features_BTF: Tensor) -> Tensor:
@@ -221,7 +226,8 @@ class DFlashDrafter(nn.Module):
         """Keys and values of every layer for newly committed positions, to be appended to a ``DrafterCache``: two of [B, G, T, D] a layer."""
         context_BTH = self.context(features_BTF)
         rotation = self.rotation(positions_BT, context_BTH.dtype)
-        return [layer.self_attn.keys_values(context_BTH, rotation) for layer in self._draft_layers()]
+        pairs = [layer.self_attn.keys_values(context_BTH, rotation) for layer in self._draft_layers()]
+        return [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]
 
     def new_cache(self, batch_size: int = 1, capacity: int = 256) -> DrafterCache:
         """An empty cache for drafting, on the device and in the dtype of the weights."""
@@ -237,7 +243,12 @@ class DFlashDrafter(nn.Module):
         x_BSH = block_embeddings_BSH.to(self.fc.weight.dtype)
         rotation = self.rotation(positions_BS, x_BSH.dtype)
         for i, layer in enumerate(self._draft_layers()):
-            x_BSH = layer(x_BSH, rotation, cache.joined(i), None)
+
+            def attend(q: Tensor, block: KeysValues, attention: Attention = layer.self_attn, i: int = i) -> Tensor:
+                k, v = block
+                return attention.draft(q, *cache.joined(i)(k.transpose(1, 2), v.transpose(1, 2)))
+
+            x_BSH = layer(x_BSH, rotation, attend)
         return self.norm(x_BSH)
 
     def _draft_layers(self) -> Iterable[DraftLayer]:

@@ -19,22 +19,24 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import (
     BlockMaskTensors,
     DFlashConfig,
     DFlashDrafter,
+    IntervalMask,
     as_block_mask,
+    attention_kind,
     block_labels,
     block_mask_tensors,
     block_positions,
     block_tokens,
     dflash_dense_mask,
     flex_copies,
+    interval_mask,
 )
-from dflash_core.drafter.model import Rotation
+from dflash_core.drafter.model import Mask, Rotation
 from dflash_core.feed import Row, collate
 from dflash_core.objective import linear_cross_entropy, slot_weights
 from dflash_core.training.flat import FlatLayout
@@ -70,6 +72,7 @@ class Replica:
         self.compiled = training.compile == "on" or (training.compile == "auto" and device.type == "cuda")
         self._on_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None
+        self._attention = attention_kind(training.attention, device, training.precision, drafter_config)
         self._training, self._objective = training, config.objective
         self._drafter_config, self._vocabulary = drafter_config, vocabulary
         self.layout = FlatLayout(drafter_config.tensor_shapes())
@@ -161,10 +164,10 @@ class Replica:
         config, S = self._drafter_config, self._drafter_config.block_size
         B, N = batch.anchors.shape
         with torch.no_grad():
-            prepared = self._prepare(self.drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, self._on_cuda)
+            prepared = self._prepare(self.drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, self._attention)
             embeddings_BQH = self._vocabulary.embed(prepared.ids)
         labels_BNS, mask = prepared.labels, prepared.mask
-        seen = mask if isinstance(mask, Tensor) else as_block_mask(mask, batch.tokens.shape[1], S)
+        seen = as_block_mask(mask, batch.tokens.shape[1], S) if isinstance(mask, BlockMaskTensors) else mask
         hidden_MH = self._draft(self.drafter, batch.features, embeddings_BQH, prepared.context_rotation, prepared.block_rotation, seen).flatten(0, 1)
         if self._vocabulary.logit_scale != 1.0:
             hidden_MH = hidden_MH * self._vocabulary.logit_scale
@@ -246,18 +249,21 @@ class Prepared(NamedTuple):
     ids: Tensor
     context_rotation: Rotation
     block_rotation: Rotation
-    mask: Tensor | BlockMaskTensors
+    mask: Tensor | BlockMaskTensors | IntervalMask
 
 
 def _prepare(
-    drafter: DFlashDrafter, tokens_BT: Tensor, loss_mask_BT: Tensor, document_ids_BT: Tensor, positions_BT: Tensor, anchors_BN: Tensor, flex: bool
+    drafter: DFlashDrafter, tokens_BT: Tensor, loss_mask_BT: Tensor, document_ids_BT: Tensor, positions_BT: Tensor, anchors_BN: Tensor, attention: str
 ) -> Prepared:  # fmt: skip
-    """Compiled on CUDA, where it would be a hundred small kernels. flex_attention has no backward on the CPU, where the mask is dense."""
+    """Compiled on CUDA, where it would be a hundred small kernels."""
     config = drafter.config
     S, dtype = config.block_size, drafter.fc.weight.dtype
     positions_BQ = block_positions(positions_BT, anchors_BN, S).flatten(1)
-    if flex:
-        mask: Tensor | BlockMaskTensors = block_mask_tensors(anchors_BN, document_ids_BT, S, copies=flex_copies(config, len(anchors_BN)))
+    mask: Tensor | BlockMaskTensors | IntervalMask
+    if attention == "fused":
+        mask = interval_mask(anchors_BN, document_ids_BT, S)
+    elif attention == "flex":
+        mask = block_mask_tensors(anchors_BN, document_ids_BT, S, copies=flex_copies(config, len(anchors_BN)))
     else:
         mask = dflash_dense_mask(anchors_BN, document_ids_BT, S)
     return Prepared(
@@ -270,7 +276,7 @@ def _prepare(
 
 
 def _draft(
-    drafter: DFlashDrafter, features_BTF: Tensor, embeddings_BQH: Tensor, context: Rotation, block: Rotation, mask: Tensor | BlockMask
+    drafter: DFlashDrafter, features_BTF: Tensor, embeddings_BQH: Tensor, context: Rotation, block: Rotation, mask: Mask
 ) -> Tensor:  # fmt: skip
     """The drafter, from features to hidden states. The loss stays outside of what is compiled; it brings kernels of its own."""
     return drafter.forward_rotated(features_BTF, embeddings_BQH, context, block, mask)

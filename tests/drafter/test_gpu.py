@@ -1,12 +1,15 @@
-"""On CUDA: flex_attention inside the compiled drafter equals dense attention, and the block mask is built without waiting for the GPU."""
+"""On CUDA: the compiled drafter under either form of the mask equals dense attention; making the mask never waits for the GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dflash_core.drafter import DFlashDrafter, block_positions, dflash_block_mask, dflash_dense_mask
+from dflash_core.drafter import DFlashDrafter, block_positions, dflash_block_mask, dflash_dense_mask, interval_mask
 from tests.drafter.small import drafter_config, positions_of, random_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -36,8 +39,10 @@ def error(found: Tensor | None, exact: Tensor | None) -> float:
     return float((found.detach().float() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_drafter_with_flex_attention_is_as_exact_as_the_dense_one_in_values_and_gradients(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "build"), [(torch.float32, dflash_block_mask), (torch.bfloat16, dflash_block_mask), (torch.bfloat16, interval_mask)]
+)
+def test_the_compiled_drafter_is_as_exact_as_the_dense_one_in_values_and_gradients(dtype: torch.dtype, build: Callable[..., Any]) -> None:
     torch.set_float32_matmul_precision("highest")
     S, T, N = 16, 520, 48
     config = drafter_config(hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=64, block_size=S)
@@ -47,7 +52,7 @@ def test_the_compiled_drafter_with_flex_attention_is_as_exact_as_the_dense_one_i
     torch._dynamo.utils.counters.clear()
     for seed in (1, 2, 3):
         features, embeddings, positions, slots, anchors, documents = inputs(seed, T, N, S, dtype)
-        block_mask, dense_mask = dflash_block_mask(anchors, documents, S), dflash_dense_mask(anchors, documents, S)
+        block_mask, dense_mask = build(anchors, documents, S), dflash_dense_mask(anchors, documents, S)
         hidden = {flex: call(features, embeddings, positions, slots, block_mask)}
         hidden |= {drafter: drafter(features, embeddings, positions, slots, dense_mask) for drafter in (dense, exact)}
         for drafter, states in hidden.items():

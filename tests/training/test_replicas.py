@@ -76,7 +76,9 @@ def test_the_step_is_that_of_plain_autograd_clipping_and_adamw() -> None:
     assert totals.loss == pytest.approx((total / denominators).item(), rel=1e-5)
     assert totals.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(made.layout.views(made.moments.masters_P)[name], parameter.detach(), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            made.layout.views(made.moments.masters_P)[name], parameter.detach(), rtol=1e-4, atol=1e-4
+        )  # 1 % of a step: the first one is the sign of a gradient, however small
 
 
 def test_warm_up_leaves_weights_moments_and_count_as_they_were() -> None:

@@ -1,0 +1,232 @@
+"""Attention of the draft blocks to their context and to themselves, as one operator with kernels of its own.
+
+    B rows   A query heads   G key/value heads   N anchor slots   S block size   T context   Q = N * S draft positions   D head size
+
+The visibility rule is ``masks.visible``; here it is used as what it comes to: of the context a block sees the interval [start, anchor), of the
+draft keys its own S. flex_attention with ``masks.dflash_block_mask`` computes the same, and runs where these kernels do not (``kernels_fit``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_core.drafter.config import DFlashConfig
+from dflash_core.drafter.masks import context_intervals
+
+LOG2_E = 1.4426950408889634
+
+
+class Tiling(NamedTuple):
+    """How a pass is cut up: tiles of queries and of context keys, warps of a program, loads that run ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Tilings(NamedTuple):
+    """The four passes. ``own`` and ``by_key``/``by_query`` are the backward pass; without ``by_query`` the pass by key adds up dq atomically."""
+
+    forward: Tiling
+    own: Tiling
+    by_key: Tiling
+    by_query: Tiling | None
+
+
+TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(64, 64, 4, 1), by_key=Tiling(64, 64, 4, 2), by_query=Tiling(128, 64, 8, 3))
+"""Measured on an H200 for heads of 128 (benchmarks/RESULTS.md)."""
+
+
+class IntervalMask(NamedTuple):
+    """Who sees whom, for ``block_attention``: as ``interval_mask`` makes it, inside torch.compile or not.
+
+    start, anchor: [B, N] int32 context interval of each block
+    forward, by_query: [B, tiles of queries, 4] int32, by_key: [B, tiles of keys, 4] int32; see ``_ranges``
+    """
+
+    start: Tensor
+    anchor: Tensor
+    forward: Tensor
+    by_key: Tensor
+    by_query: Tensor
+
+
+def kernels_fit(block_size: int, head_dim: int, precision: str) -> bool:
+    """Whether the kernels take this shape: whole blocks to a tile, a head size that tiles are made for, and not float32."""
+    return precision != "float32" and head_dim in (64, 128) and 64 % block_size == 0
+
+
+def attention_kind(wanted: str, device: torch.device, precision: str, config: DFlashConfig) -> str:
+    """What computes the attention of ``training.attention``: "dense" on the CPU, on CUDA "fused" (``block_attention``) or "flex"."""
+    if device.type != "cuda":
+        return "dense"
+    return "fused" if wanted != "flex" and kernels_fit(config.block_size, config.head_dim, precision) else "flex"
+
+
+def interval_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tilings: Tilings = TILINGS) -> IntervalMask:
+    """The mask of ``dflash_dense_mask`` in the form that ``block_attention`` walks. Arguments as there.
+
+    A few operations a tile, on the device of the arguments, without host synchronisation; sizes depend on N, S and T alone.
+    """
+    T = document_ids_BT.shape[1]
+    start_BN, anchor_BN = (x.int() for x in context_intervals(anchors_BN, document_ids_BT))
+
+    def ranges(tiling: Tiling, by_key: bool) -> Tensor:
+        touched, filled = _tiles(start_BN, anchor_BN, T, block_size, tiling.queries, tiling.keys)
+        return _ranges(touched.mT, filled.mT) if by_key else _ranges(touched, filled)
+
+    by_query = tilings.by_query or tilings.forward
+    return IntervalMask(start_BN, anchor_BN, ranges(tilings.forward, False), ranges(tilings.by_key, True), ranges(by_query, False))
+
+
+def block_attention(
+    q_BQAD: Tensor, k_context_BTGD: Tensor, v_context_BTGD: Tensor, k_block_BQGD: Tensor, v_block_BQGD: Tensor, mask: IntervalMask
+) -> Tensor:  # fmt: skip
+    """Attention [B, Q, A, D] of every draft position to the context its block sees and to its own block. Differentiable in all but the mask."""
+    out, _ = _forward(q_BQAD, k_context_BTGD, v_context_BTGD, k_block_BQGD, v_block_BQGD, *mask)
+    return out
+
+
+def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Which tiles of [queries, context keys] are visible in part or whole, and which entirely: two of [B, query tiles, key tiles] bool."""
+    N, device = anchor_BN.shape[1], anchor_BN.device
+    slots = torch.arange(-(-N * S // queries) * queries // S, device=device).clamp(max=N - 1).view(-1, queries // S)
+    k0 = torch.arange(0, T, keys, device=device)
+    start, anchor = start_BN[:, slots, None], anchor_BN[:, slots, None]  # [B, query tiles, slots of a tile, 1]
+    touched = (torch.maximum(start, k0) < torch.minimum(anchor, k0 + keys)).any(dim=2)
+    filled = ((start <= k0) & (anchor >= k0 + keys)).all(dim=2)
+    return touched, filled
+
+
+def _ranges(touched_BRC: Tensor, filled_BRC: Tensor) -> Tensor:
+    """[B, R, 4] int32: columns lo, full_lo, full_hi, hi of each row: all that is touched lies in [lo, hi), and [full_lo, full_hi) is filled.
+
+    For ascending anchors the filled columns of a row are one run and the range is tight. For any others it is correct: what lies between is masked.
+    """
+    C = touched_BRC.shape[-1]
+    column = torch.arange(C, device=touched_BRC.device)
+    hi = torch.where(touched_BRC, column + 1, 0).amax(dim=-1)
+    lo = torch.minimum(torch.where(touched_BRC, column, C).amin(dim=-1), hi)
+    full_lo = torch.minimum(torch.where(filled_BRC, column, C).amin(dim=-1), hi)
+    after = ~filled_BRC & (column >= full_lo[..., None])
+    full_hi = torch.minimum(torch.where(after, column, C).amin(dim=-1), hi)
+    return torch.stack([lo, full_lo, full_hi, hi], dim=-1).int()
+
+
+@torch.library.custom_op("dflash::block_attention", mutates_args=())
+def _forward(
+    q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, start: Tensor, anchor: Tensor, forward: Tensor, by_key: Tensor, by_query: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return launch_forward(q, kc, vc, kb, vb, IntervalMask(start, anchor, forward, by_key, by_query), TILINGS)
+
+
+@_forward.register_fake
+def _(q: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    B, Q, A, _D = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, A, Q), dtype=torch.float32)
+
+
+@torch.library.custom_op("dflash::block_attention_backward", mutates_args=())
+def _backward(
+    q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    start: Tensor, anchor: Tensor, forward: Tensor, by_key: Tensor, by_query: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return launch_backward(q, kc, vc, kb, vb, out, lse, dout, IntervalMask(start, anchor, forward, by_key, by_query), TILINGS)
+
+
+@_backward.register_fake
+def _(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    B, T, _G, D = kc.shape
+    dq = q.new_empty(q.shape, dtype=q.dtype if TILINGS.by_query else torch.float32)
+    heads = (B, T, q.shape[2], D)
+    return dq, kc.new_empty(heads), vc.new_empty(heads), kb.new_empty(kb.shape), vb.new_empty(vb.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, kc, vc, kb, vb, start, anchor, forward, by_key, by_query, out, lse = ctx.saved_tensors
+    dq, dkc, dvc, dkb, dvb = _backward(q, kc, vc, kb, vb, out, lse, dout, start, anchor, forward, by_key, by_query)
+    group = q.shape[2] // kc.shape[2]
+    dkc, dvc = (x.unflatten(2, (-1, group)).sum(3, dtype=torch.float32).to(kc.dtype) for x in (dkc, dvc))  # the heads of a group
+    return dq.to(q.dtype), dkc, dvc, dkb, dvb, None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def launch_forward(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, mask: IntervalMask, tilings: Tilings) -> tuple[Tensor, Tensor]:
+    """``block_attention`` and the log-sum-exp [B, A, Q] (base 2) of each query's scaled scores."""
+    from dflash_core.drafter.attention_kernel import forward_kernel  # Triton is not there on every platform
+
+    q, kc, vc, kb, vb = (_rows_contiguous(x) for x in (q, kc, vc, kb, vb))
+    B, Q, A, D = q.shape
+    T, G, N, tiling = kc.shape[1], kc.shape[2], mask.anchor.shape[1], tilings.forward
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((B, A, Q), dtype=torch.float32)
+    tiles = mask.forward.shape[1]
+    forward_kernel[(tiles * B * A,)](
+        q, kc, vc, kb, vb, out, lse, mask.start, mask.anchor, mask.forward,
+        *_strides(q, kc, vc, kb, vb, out), A, A // G, N, T, Q, tiles, D**-0.5 * LOG2_E,
+        S=Q // N, D=D, QUERIES=tiling.queries, KEYS=tiling.keys, EVEN_Q=Q % tiling.queries == 0, EVEN_T=T % tiling.keys == 0,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_backward(
+    q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: IntervalMask, tilings: Tilings
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, then dk and dv of the context with a head for each *query* head, then dk and dv of the blocks.
+
+    dq is float32 if it was added up atomically.
+    """
+    from dflash_core.drafter.attention_kernel import keys_kernel, own_block_kernel, queries_kernel
+
+    q, kc, vc, kb, vb, dout = (_rows_contiguous(x) for x in (q, kc, vc, kb, vb, dout))
+    B, Q, A, D = q.shape
+    T, G, N = kc.shape[1], kc.shape[2], mask.anchor.shape[1]
+    S, scale, factor = Q // N, D**-0.5, D**-0.5 * LOG2_E
+    delta = torch.empty_like(lse)
+    own_dq = torch.empty(q.shape, device=q.device, dtype=torch.float32)
+    dkb, dvb = torch.empty(kb.shape, device=q.device, dtype=kb.dtype), torch.empty(vb.shape, device=q.device, dtype=vb.dtype)
+    dk, dv = (torch.empty((B, T, A, D), device=q.device, dtype=kc.dtype) for _ in range(2))
+
+    tiling = tilings.own
+    own_block_kernel[(-(-Q // tiling.queries), B * G)](
+        q, kb, vb, out, dout, lse, delta, own_dq, dkb, dvb, *_strides(q, kb, vb, out, dout, own_dq, dkb, dvb), A, G, Q, factor, scale,
+        GROUP=A // G, S=S, D=D, QUERIES=tiling.queries, EVEN_Q=Q % tiling.queries == 0, num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    tiling, tiles = tilings.by_key, mask.by_key.shape[1]
+    keys_kernel[(tiles * B * A,)](
+        q, kc, vc, dout, lse, delta, own_dq, dk, dv, mask.start, mask.anchor, mask.by_key,
+        *_strides(q, kc, vc, dout, own_dq, dk), A, A // G, N, T, Q, tiles, factor, scale,
+        S=S, D=D, QUERIES=tiling.queries, KEYS=tiling.keys, EVEN_Q=Q % tiling.queries == 0, EVEN_T=T % tiling.keys == 0,
+        ADD_DQ=tilings.by_query is None, num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    if tilings.by_query is None:
+        return own_dq, dk, dv, dkb, dvb
+    tiling, tiles = tilings.by_query, mask.by_query.shape[1]
+    dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    queries_kernel[(tiles * B * A,)](
+        q, kc, vc, dout, lse, delta, own_dq, dq, mask.start, mask.anchor, mask.by_query,
+        *_strides(q, kc, vc, dout, own_dq, dq), A, A // G, N, T, Q, tiles, factor, scale,
+        S=S, D=D, QUERIES=tiling.queries, KEYS=tiling.keys, EVEN_Q=Q % tiling.queries == 0, EVEN_T=T % tiling.keys == 0,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return dq, dk, dv, dkb, dvb
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of each [B, X, heads, D]: row of the batch, head, position."""
+    return [stride for x in tensors for stride in (x.stride(0), x.stride(2), x.stride(1))]

@@ -1,0 +1,124 @@
+"""The attention kernels: equal to dense attention under the dense mask, in values and all gradients, and walking only what they must."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_core.drafter import dflash_dense_mask, interval_mask
+from dflash_core.drafter.attention import Tiling, Tilings, _tiles, launch_backward, launch_forward
+from tests.drafter.small import random_layout
+
+SMALL = Tilings(forward=Tiling(32, 16, 4, 1), own=Tiling(16, 16, 4, 1), by_key=Tiling(16, 32, 4, 1), by_query=Tiling(32, 16, 4, 1))
+
+
+def layouts(B: int, T: int, N: int, seed: int) -> tuple[Tensor, Tensor]:
+    pairs = [random_layout(seed + b, T, N) for b in range(B)]
+    return torch.stack([anchors for _, anchors in pairs]), torch.stack([documents for documents, _ in pairs])
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize(("T", "S"), [(96, 8), (83, 16), (40, 4)])
+def test_ranges_hold_every_visible_tile_and_call_full_only_what_is(T: int, S: int, ascending: bool) -> None:
+    N = 21
+    for seed in range(30):
+        anchors, documents = layouts(2, T, N, seed)
+        if not ascending:
+            anchors = anchors[:, torch.randperm(N, generator=torch.Generator().manual_seed(seed))]
+        mask = interval_mask(anchors, documents, S, SMALL)
+        seen = dflash_dense_mask(anchors, documents, S)[:, 0, :, :T]
+        for tiling, ranges, by_key in ((SMALL.forward, mask.forward, False), (SMALL.by_key, mask.by_key, True)):
+            padded = functional.pad(seen, (0, -T % tiling.keys, 0, -N * S % tiling.queries))
+            tiles = padded.unflatten(1, (-1, tiling.queries)).unflatten(3, (-1, tiling.keys))
+            some, all_ = tiles.any(dim=4).any(dim=2), tiles.all(dim=4).all(dim=2)
+            if by_key:
+                some, all_ = some.mT, all_.mT
+            column = torch.arange(some.shape[-1])
+            lo, full_lo, full_hi, hi = (x[..., None] for x in ranges.unbind(-1))
+            assert ((lo <= full_lo) & (full_lo <= full_hi) & (full_hi <= hi)).all()
+            assert not (some & ((column < lo) | (column >= hi))).any()
+            edge = torch.zeros_like(all_)
+            if not by_key:
+                edge[:, -1] = N * S % tiling.queries > 0  # a tile over the edge may be called full: the kernels never write beyond it
+            else:
+                edge[..., -1] = N * S % tiling.queries > 0
+            assert not (~all_ & ~edge & (column >= full_lo) & (column < full_hi)).any()
+            if ascending and len(documents.unique()) <= 2:
+                assert torch.equal(lo == hi, ~some.any(dim=-1, keepdim=True)), "nothing is walked where nothing is seen"
+
+
+def test_full_tiles_of_one_document_and_sorted_anchors_are_walked_without_a_mask() -> None:
+    T, N, S = 128, 32, 4
+    anchors = torch.arange(4, 4 + 3 * N, 3)[None]
+    touched, filled = _tiles(torch.zeros_like(anchors).int(), anchors.int(), T, S, 32, 16)
+    mask = interval_mask(anchors, torch.zeros(1, T, dtype=torch.int32), S, SMALL)
+    lo, full_lo, full_hi, hi = mask.forward.unbind(-1)
+    assert torch.equal(full_hi - full_lo, filled.sum(-1).int())
+    assert torch.equal(hi - lo, touched.sum(-1).int())
+
+
+def errors_against_dense(
+    device: str, dtype: torch.dtype, B: int, T: int, N: int, S: int, A: int, G: int, D: int, seed: int, tilings: Tilings
+) -> dict[str, float]:
+    """Largest distance of each result from dense attention in float32, relative to the result's size."""
+    anchors, documents = (x.to(device) for x in layouts(B, T, N, seed))
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (B, N * S, A, D), "kc": (B, T, G, D), "vc": (B, T, G, D), "kb": (B, N * S, G, D), "vb": (B, N * S, G, D)}
+    inputs = {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
+    dout = torch.randn(shapes["q"], generator=generator).to(device, dtype)
+    mask = interval_mask(anchors, documents, S, tilings)
+    out, lse = launch_forward(*inputs.values(), mask, tilings)
+    dq, dkc, dvc, dkb, dvb = launch_backward(*inputs.values(), out, lse, dout, mask, tilings)
+    group = A // G
+    found = {"out": out, "q": dq, "kc": dkc.unflatten(2, (-1, group)).sum(3), "vc": dvc.unflatten(2, (-1, group)).sum(3), "kb": dkb, "vb": dvb}
+
+    exact = {name: x.float().requires_grad_() for name, x in inputs.items()}
+    k, v = (torch.cat([exact[c], exact[b]], 1).transpose(1, 2) for c, b in (("kc", "kb"), ("vc", "vb")))
+    seen = dflash_dense_mask(anchors, documents, S)
+    want_out = functional.scaled_dot_product_attention(exact["q"].transpose(1, 2), k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    want = dict(zip(exact, torch.autograd.grad(want_out, list(exact.values()), dout.float()), strict=True)) | {"out": want_out.detach()}
+    return {name: float((found[name].float() - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-6)) for name in found}
+
+
+CASES = """
+import torch
+from tests.drafter.test_attention_kernel import SMALL, errors_against_dense
+for case, tilings in (((2, 64, 6, 8, 2, 1, 16), SMALL), ((1, 83, 3, 16, 1, 1, 16), SMALL._replace(by_query=None))):
+    errors = errors_against_dense("cpu", torch.float32, *case, 1, tilings)
+    assert max(errors.values()) < 1e-4, (case, errors)
+"""
+
+
+def test_in_the_interpreter_values_and_gradients_equal_dense_attention() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # read when Triton is imported, so in a process of its own
+    result = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("case", [(2, 640, 96, 16, 8, 2, 128), (1, 2048, 512, 16, 4, 1, 128), (1, 520, 50, 8, 9, 3, 64), (2, 300, 37, 4, 6, 2, 64)])
+def test_on_the_gpu_values_and_gradients_equal_dense_attention(case: tuple[int, ...]) -> None:
+    from dflash_core.drafter.attention import TILINGS
+
+    for seed in (0, 1):
+        errors = errors_against_dense("cuda", torch.bfloat16, *case, seed, TILINGS)
+        assert max(errors.values()) < 2e-2, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_making_the_mask_never_waits_for_the_gpu() -> None:
+    anchors, documents = (x.cuda() for x in layouts(1, 2048, 512, 0))
+    interval_mask(anchors, documents, 16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        interval_mask(anchors, documents, 16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
