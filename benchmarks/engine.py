@@ -1,0 +1,188 @@
+"""What the benchmarks of the engine share: rows as packing makes them, and a run of the product's own trainer on them.
+
+    with TrainingRun(SHAPES["1x2048"], ["cuda:0"], steps=50) as run:      # warmed up
+        result = run.train()
+        run.records                                                      # one a step
+
+T row length, F features of a token
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from unittest import mock
+
+import numpy as np
+import torch
+
+from benchmarks.common import Shape
+from dflash_core.config import PipelineConfig, parse_config
+from dflash_core.drafter import DFlashConfig
+from dflash_core.feed import Row, build_row, pack_rows
+from dflash_core.feed.source import row_generator
+from dflash_core.shards.reader import ShardSample
+from dflash_core.target import TargetInfo, TargetVocabulary
+from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, WarmUpReport, read_metrics
+from dflash_core.training.session import config_settings, warm_up_source
+
+SEED = 0
+
+
+def chat_lengths(longest: int, samples: int = 4000) -> np.ndarray:
+    """Tokens of the samples of a chat mix: log-normal, of median 600 and with a long tail that is cut at ``longest``."""
+    draws = np.random.default_rng(SEED).lognormal(np.log(600), 0.9, samples)
+    return np.clip(draws, 32, longest).astype(np.int64)
+
+
+class PackedRows:
+    """Random samples of the lengths of a chat mix, packed into rows and laid out by the product; features are slices of one random tensor."""
+
+    def __init__(self, shape: Shape, feature_size: int):
+        self._shape = shape
+        self._lengths = chat_lengths(shape.T)
+        self._pool_TF = torch.randn(2 * shape.T, feature_size, dtype=torch.bfloat16)
+        self._rows = pack_rows(self._lengths, shape.T, seed=SEED, epoch=0)
+
+    def rows_per_epoch(self, epoch: int) -> int:
+        """Rows of an epoch."""
+        return len(self._rows)
+
+    def row(self, ordinal: int) -> Row:
+        """Row ``ordinal``; every epoch has the same order, and anchors of its own."""
+        epoch, index = divmod(ordinal, len(self._rows))
+        shape = self._shape
+        samples = [self._sample(sample) for sample in self._rows[index]]
+        generator = row_generator(SEED, epoch, index)
+        return build_row(samples, ordinal=ordinal, epoch=epoch, row_length=shape.T, num_anchors=shape.N, generator=generator)
+
+    def _sample(self, index: int) -> ShardSample:
+        draws, length = np.random.default_rng([SEED, index]), int(self._lengths[index])
+        start = int(draws.integers(0, len(self._pool_TF) - length + 1))
+        columns = {
+            "features": self._pool_TF[start : start + length],
+            "tokens": torch.from_numpy(draws.integers(0, self._shape.V, length).astype(np.int32)),
+            "loss_mask": torch.arange(length) >= length // 4,  # prompt, then response
+        }
+        return ShardSample(f"sample {index}", columns)
+
+
+class StaggeredRows(PackedRows):
+    """The first row of each replica comes ``pause_s`` after that of the replica before, so that the threads start one after the other."""
+
+    def __init__(self, shape: Shape, feature_size: int, pause_s: float):
+        super().__init__(shape, feature_size)
+        self._pause_s = pause_s
+        self._started: float | None = None
+        self.replicas = 0
+
+    def row(self, ordinal: int) -> Row:
+        """See ``PackedRows``."""
+        if ordinal < self.replicas and threading.current_thread() is not threading.main_thread():
+            self._started = self._started or time.monotonic()
+            time.sleep(max(0.0, self._started + self._pause_s * ordinal - time.monotonic()))
+        return super().row(ordinal)
+
+
+class TrainingRun:
+    """The product's warm-up and training on packed rows, for ``steps`` steps, in a folder that does not stay."""
+
+    def __init__(self, shape: Shape, devices: list[str], steps: int, *, source: PackedRows | None = None, **training: Any):
+        self.shape, self.devices = shape, devices
+        info = target_info(shape)
+        self.config = training_config(shape, devices, steps, **training)
+        feature_size = DFlashConfig.from_target(info, self.config.drafter).feature_size
+        self._source = source or PackedRows(shape, feature_size)
+        if isinstance(self._source, StaggeredRows):
+            self._source.replicas = len(devices)
+        self._temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self._temporary.name)
+        with mock.patch("dflash_core.training.session.initial_drafter", _RandomDrafter):
+            self.report: WarmUpReport = warm_up_source(
+                self.config, run_id="benchmark", source=self._source, settings=config_settings(self.config), info=info,
+                vocabulary=_vocabulary(shape, info, torch.device(devices[0])), folder=self.folder,
+            )  # fmt: skip
+        session = TrainingSession.get("benchmark", self.config)
+        assert session is not None
+        self.session: TrainingSession = session
+
+    def train(self) -> TrainingResult:
+        """All steps. Raises what the trainer raises."""
+        return DrafterTrainer(self.session).run()
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        """Metrics of every step."""
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    def seconds_of_a_step(self, skip: int = 5) -> float:
+        """Median over the steps after the first ``skip``."""
+        return float(np.median([record["step_seconds"] for record in self.records[skip:]]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        del self.session
+        TrainingSession._sessions.clear()
+        self._temporary.cleanup()
+        gc.collect()
+        if self.devices[0] != "cpu":
+            torch.cuda.empty_cache()
+
+
+def training_config(shape: Shape, devices: list[str], steps: int, **training: Any) -> PipelineConfig:
+    """Settings of a run that writes no checkpoint before its end and records every step."""
+    settings = {
+        "devices": devices, "row_length": shape.T, "num_anchors": shape.N, "rows_per_microstep": shape.B, "queue_rows": 4 * shape.B * len(devices),
+        "max_steps": steps, "epochs": 100_000, "checkpoint_every": 10**9, "compare_replicas_every": 100, "log_every": 1, "stall_timeout_s": 120.0,
+        "precision": "bfloat16" if devices[0] != "cpu" else "float32", "compile": "on", **training,
+    }  # fmt: skip
+    return parse_config(
+        {
+            "target": {"model": shape.name},
+            "data": {"sources": [{"source": "none.jsonl"}], "max_length": shape.T},
+            "drafter": {
+                "num_layers": shape.layers, "tap_layers": list(range(1, 1 + shape.layers)), "block_size": shape.S, "mask_token_id": shape.V - 1,
+            },
+            "objective": {"chunk_slots": shape.chunk},
+            "training": settings,
+        }
+    )  # fmt: skip
+
+
+def target_info(shape: Shape) -> TargetInfo:
+    """A made-up target of the shape's dimensions."""
+    return TargetInfo(
+        name=shape.name, path="none", revision=None, digest="0" * 64, tokenizer_digest="0" * 64, template_digest=None, model_type="qwen3",
+        num_layers=36, hidden_size=shape.H, intermediate_size=shape.I, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        vocab_size=shape.V, rms_norm_eps=1e-6, attention_bias=False, rope_theta=1e6, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        max_position_embeddings=40_960, tie_word_embeddings=False, eos_token_ids=(1,), pad_token_id=0, bos_token_id=None, embedding_scale=1.0,
+        logit_softcap=None, logit_scale=1.0,
+    )  # fmt: skip
+
+
+def _vocabulary(shape: Shape, info: TargetInfo, device: torch.device) -> TargetVocabulary:
+    generator = torch.Generator(device).manual_seed(SEED)
+    embedding, head = (torch.empty(shape.V, shape.H, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator) for _ in range(2))
+    return TargetVocabulary(embedding, head, info)
+
+
+class _RandomDrafter:
+    """Stands in for the product's initial weights, which take longer to draw on one CPU core than a section takes to measure."""
+
+    def __init__(self, config: PipelineConfig, drafter_config: DFlashConfig, info: TargetInfo):
+        device = config.training.devices[0]
+        generator = torch.Generator(device).manual_seed(SEED)
+        self._weights = {
+            name: torch.ones(shape, device=device) if len(shape) == 1 else torch.empty(shape, device=device).normal_(std=0.02, generator=generator)
+            for name, shape in drafter_config.tensor_shapes().items()
+        }
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._weights
