@@ -173,6 +173,7 @@ class TrainingConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept; older ones are deleted.")
     compare_replicas_every: PositiveInt = Field(100, description="Steps between two comparisons of the replicas' weights.")
     max_nonfinite_steps: PositiveInt = Field(3, description="Steps in a row with non-finite gradients that are skipped before the run ends.")
+    strict_memory: bool = Field(False, description="End the run if a GPU's reserved memory grows after the first step, instead of warning.")
     stall_timeout_s: float = Field(
         600.0, gt=0.0, description="Seconds without a finished step after which the run ends with what everyone waits for."
     )

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from dflash_core.stages import MetricSink, atomic_write, no_metrics
-from dflash_core.training.memory import memory_metrics
+from dflash_core.training.memory import MemoryWatch, resident
 from dflash_core.training.worker import StepRecord
 
 
 class MetricLog:
     """Collects step records on the main thread and writes one line per ``log_every`` steps."""
 
-    def __init__(self, path: Path, sink: MetricSink, *, log_every: int, tokens_per_step: int, devices: list[torch.device], resumed_step: int):
+    def __init__(
+        self, path: Path, sink: MetricSink, *, log_every: int, tokens_per_step: int, memory: Sequence[MemoryWatch | None], resumed_step: int
+    ):
         self._path = path
         self._sink = sink
         self._log_every = log_every
         self._tokens_per_step = tokens_per_step
-        self._devices = devices
+        self._memory = [watch for watch in memory if watch is not None]
         self._window: list[StepRecord] = []
         self.last: Mapping[str, float] = self._forget_after(resumed_step)
 
@@ -36,7 +36,10 @@ class MetricLog:
         if not self._window:
             return
         step = self._window[-1].state.step
-        self.last = summarise(self._window, self._tokens_per_step) | memory_metrics(self._devices)
+        memory = {"memory_rss": float(resident())}
+        for watch in self._memory:
+            memory |= watch.metrics()
+        self.last = summarise(self._window, self._tokens_per_step) | memory
         self._window.clear()
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **self.last}) + "\n")

@@ -15,7 +15,7 @@ import dataclasses
 import gc
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,9 @@ from dflash_core.shards import ShardDataset, expected_of
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingState, newest_training_checkpoint
 from dflash_core.training.guard import compiled_graphs, prepare_for_threads
-from dflash_core.training.memory import memory_in_use
+from dflash_core.training.memory import memory_in_use, prefer_expandable_segments
 from dflash_core.training.replica import Replica
-from dflash_core.training.sync import GradientSync, connect
+from dflash_core.training.sync import GradientSync, compare, connect, in_threads
 
 OPERATIONAL = {
     "queue_rows",
@@ -43,6 +43,7 @@ OPERATIONAL = {
     "keep_checkpoints",
     "compare_replicas_every",
     "max_nonfinite_steps",
+    "strict_memory",
     "stall_timeout_s",
 }
 """Settings of ``training`` that change how it is run and watched, not what comes out."""
@@ -160,6 +161,8 @@ def warm_up_source(
     started = time.monotonic()
     prepare_for_threads()
     devices = [torch.device(name) for name in config.training.devices]
+    if devices[0].type == "cuda":
+        prefer_expandable_segments()
     drafter_config = DFlashConfig.from_target(info, config.drafter)
     total_steps = count_steps(config, source)
     settings = {**settings, "optimiser steps of the run (training.max_steps, or what training.epochs hold)": total_steps}
@@ -183,10 +186,28 @@ def warm_up_source(
             replicas.append(replica)
             reports.append(DeviceWarmUp(index, str(device), time.monotonic() - watch, compiled_graphs() - graphs, before, memory_in_use(device)))
         syncs = connect(devices, config.training.stall_timeout_s)
+        rehearse(replicas, syncs)
     del checkpoint
     gc.collect()
     TrainingSession(config, run_id, folder, source, settings, state, replicas, syncs, total_steps, threads).register()
     return WarmUpReport(run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters())
+
+
+def rehearse(replicas: Sequence[Replica], syncs: Sequence[GradientSync]) -> None:
+    """Sum and compare once, on the buffers and streams of training: what they need of memory is there before the first step.
+
+    Collectives need all ranks at once, so this takes threads; nothing in them compiles, and they have ended when this returns.
+    """
+
+    def meet(rank: int) -> None:
+        replica, sync = replicas[rank], syncs[rank]
+        with replica.on_device():
+            for tensor in replica.summed:
+                sync.all_reduce(tensor)
+            compare(sync, replica.checksums(), replica.describe_checksum, 0)
+            replica.begin_step()
+
+    in_threads(len(replicas), meet, "rehearsal")
 
 
 def initial_drafter(config: PipelineConfig, drafter_config: DFlashConfig, info: TargetInfo) -> DFlashDrafter:

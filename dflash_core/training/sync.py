@@ -3,9 +3,9 @@
     P parameters (flat)   R replicas   S slots of a block
 
 A ``GradientSync`` is one rank. Its process group is made directly from a store, so that every thread of one process can be a rank: Gloo on
-CPU, NCCL on CUDA, the same classes that ranks under torchrun would use. Gloo's ring adds the replicas' numbers in an order that depends on
-the size and the number of replicas alone, never on timing, and every replica gets the very same bits (tested); so a CPU run repeats bit
-for bit without a reduction of our own.
+CPU, NCCL on CUDA, the same classes that ranks under torchrun would use. Replicas that share one CUDA device, where NCCL refuses, read each
+other's buffers (``device_sum``). Gloo's ring adds the replicas' numbers in an order that depends on the size and the number of replicas
+alone, never on timing, and every replica gets the very same bits (tested); so a CPU run repeats bit for bit without a reduction of our own.
 
 Before each collective the threads meet (``Meeting``). A collective whose peer has died would wait for minutes and cannot be interrupted;
 a meeting is broken at once for everybody.
@@ -19,50 +19,35 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dflash_core.errors import TrainingError
+from dflash_core.training.device_sum import DeviceSum, Shown
+from dflash_core.training.meeting import InterruptedByOthers as InterruptedByOthers
+from dflash_core.training.meeting import Meeting
 
-
-class InterruptedByOthers(Exception):  # noqa: N818 - not an error of its own: another thread's is the cause
-    """This thread was ended because another one failed or the run was given up."""
-
-
-class Meeting:
-    """Where R threads wait for each other; ``abort`` sends everybody home, now and at every later meeting."""
-
-    def __init__(self, size: int):
-        self._barrier = threading.Barrier(size)
-
-    def wait(self) -> None:
-        """Return when all R threads have called. Raises ``InterruptedByOthers`` once aborted."""
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise InterruptedByOthers from None
-
-    def abort(self) -> None:
-        """Wake all who wait."""
-        self._barrier.abort()
+Result = TypeVar("Result")
 
 
 class GradientSync:
     """One replica's end of the collectives. All R ranks call the same methods in the same order, each from its own thread."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | None):
+    def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | DeviceSum | None):
         self.rank = rank
         self.size = size
         self.meeting = meeting
         self._group = group
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """Sum ``buffer`` over the replicas, in place; afterwards it has the same bits on all. Any shape; a float dtype or int64."""
+        """Sum ``buffer`` over the replicas, in place; afterwards it has the same bits on all. Contiguous; a float dtype or int64."""
         self.meeting.wait()
-        if self._group is not None:
+        if isinstance(self._group, DeviceSum):
+            self._group.all_reduce(buffer)
+        elif self._group is not None:
             self._group.allreduce([buffer]).wait()
 
     def all_gather(self, values_n: Tensor) -> Tensor:
@@ -79,31 +64,45 @@ def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientS
     Making a group waits for all ranks, so each is made in a thread of its own; these threads have ended when this returns.
 
     Args:
-        devices:   one per replica: all cpu or all CUDA; where replicas share a CUDA device, Gloo sums by way of the host
+        devices:   one per replica: all cpu or all CUDA. Of several CUDA devices each is named once, or all replicas are on one
         timeout_s: seconds after which a collective gives up
     """
     size = len(devices)
     meeting = Meeting(size)
     if size == 1:
         return [GradientSync(0, 1, meeting, None)]
+    if devices[0].type == "cuda" and len(set(devices)) == 1:
+        board: list[Shown | None] = [None] * size
+        return [GradientSync(rank, size, meeting, DeviceSum(rank, meeting, board)) for rank in range(size)]
     make = _nccl if devices[0].type == "cuda" and len(set(devices)) == size else _gloo  # NCCL wants a device of its own for each rank
     store = dist.HashStore()  # type: ignore[attr-defined]
-    futures: list[Future[GradientSync]] = [Future() for _ in devices]
 
-    def join(rank: int) -> None:
+    def join(rank: int) -> GradientSync:
         try:
             if devices[rank].type == "cuda":
                 torch.cuda.set_device(devices[rank])
-            group = make(store, rank, size, timedelta(seconds=timeout_s))
-            sync = GradientSync(rank, size, meeting, group)
+            sync = GradientSync(rank, size, meeting, make(store, rank, size, timedelta(seconds=timeout_s)))
             sync.all_reduce(torch.zeros(1, device=devices[rank]))  # NCCL opens its channels with the first call
-            futures[rank].set_result(sync)
-        except BaseException as error:
+        except BaseException:
             meeting.abort()
+            raise
+        return sync
+
+    return in_threads(size, join, "connect")
+
+
+def in_threads(size: int, work: Callable[[int], Result], name: str) -> list[Result]:
+    """``work(rank)`` of every rank, each in a thread of its own that has ended when this returns. Raises what the lowest rank raised."""
+    futures: list[Future[Result]] = [Future() for _ in range(size)]
+
+    def run(rank: int) -> None:
+        try:
+            futures[rank].set_result(work(rank))
+        except BaseException as error:
             futures[rank].set_exception(error)
 
     for rank in range(size):
-        threading.Thread(target=join, args=(rank,), name=f"connect-{rank}", daemon=True).start()
+        threading.Thread(target=run, args=(rank,), name=f"{name}-{rank}", daemon=True).start()
     return [future.result() for future in futures]
 
 

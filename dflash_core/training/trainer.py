@@ -33,6 +33,7 @@ from dflash_core.stages import MetricSink, Progress, atomic_write, no_metrics, n
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, save_training_checkpoint
 from dflash_core.training.guard import CompileGuard
+from dflash_core.training.memory import watches
 from dflash_core.training.metrics import MetricLog
 from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread, warm_up
 from dflash_core.training.worker import Shared, Worker, describe_nonfinite
@@ -93,10 +94,11 @@ class DrafterTrainer:
         session, training = self.session, self.session.config.training
         session.take()
         session.folder.mkdir(parents=True, exist_ok=True)
+        memory = watches([replica.device for replica in session.replicas], training.strict_memory)
         log = MetricLog(
             session.folder / "metrics.jsonl", on_metrics, log_every=training.log_every,
             tokens_per_step=session.config.rows_per_step * training.row_length,
-            devices=[replica.device for replica in session.replicas], resumed_step=session.state.step,
+            memory=memory, resumed_step=session.state.step,
         )  # fmt: skip
         feed = Feed(
             session.source, replicas=len(session.replicas), rows_per_microstep=training.rows_per_microstep, queue_rows=training.queue_rows,
@@ -104,7 +106,7 @@ class DrafterTrainer:
         )  # fmt: skip
         try:
             with intra_op_threads(session.threads_per_replica), CompileGuard() as guard:
-                shared = Shared(session, feed, guard, stop, self._save)
+                shared = Shared(session, feed, guard, memory, stop, self._save)
                 state = _Supervisor(shared, log, progress).run()
         finally:
             feed.close()

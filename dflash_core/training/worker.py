@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from dflash_core.errors import TrainingError
 from dflash_core.feed import Feed
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState
 from dflash_core.training.guard import CompileGuard
+from dflash_core.training.memory import MemoryWatch
 from dflash_core.training.replica import Replica
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import TrainingSession
@@ -56,12 +57,14 @@ class Shared:
         session: TrainingSession,
         feed: Feed,
         guard: CompileGuard,
+        memory: Sequence[MemoryWatch | None],
         user_stop: threading.Event | None,
         save: Callable[[TrainingCheckpoint], None],
     ):
         self.session = session
         self.feed = feed
         self.guard = guard
+        self.memory = memory  # one for each replica
         self.stop = threading.Event()
         self.user_stop = user_stop
         self.aborted = threading.Event()
@@ -108,6 +111,7 @@ class Worker:
         self.beacon = Beacon()
         self.future: Future[TrainingState] = Future()
         self._training = shared.session.config.training
+        self._memory = shared.memory[replica.index]
         self._state = shared.session.state
         self._pending: deque[tuple[int, Callable[[], StepTotals], float, float]] = deque()
         self._mark = time.monotonic()  # when the last step had finished, or the first one began
@@ -176,6 +180,8 @@ class Worker:
         self.beacon(f"applies step {step + 1}")
         replica.apply(rate)
         self._pending.append((step, replica.totals_later(), rate, waited))
+        if self._memory is not None:
+            self._memory.after_step(step + 1)
 
     def _read_totals(self, keep: int) -> None:
         """Read finished steps until ``keep`` are left unread, and draw the consequences."""

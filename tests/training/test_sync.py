@@ -1,6 +1,7 @@
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,6 +43,30 @@ def test_all_reduce_gives_every_replica_the_same_bits_whatever_the_timing(replic
     assert all(torch.equal(first, result) for results in runs for result in results)
     expected = sum(torch.randn(100_003, generator=torch.Generator().manual_seed(rank)) for rank in range(replicas))
     torch.testing.assert_close(first, expected)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_of_one_device_sum_to_the_same_bits_by_reading_each_other(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Mock)  # the CPU needs no streams: what is tested is who adds and copies what, and when
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    syncs = connect([torch.device("cuda:0")] * replicas, 20.0)
+
+    def buffer(rank: int) -> torch.Tensor:
+        return torch.randn(1003, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+    def reduce(sync: GradientSync) -> torch.Tensor:
+        mine = buffer(sync.rank)
+        for _ in range(20):
+            mine.copy_(buffer(sync.rank))
+            sync.all_reduce(mine)
+        return mine
+
+    results = in_threads(syncs, reduce)
+    assert all(torch.equal(results[0], result) for result in results)
+    torch.testing.assert_close(results[0], sum(buffer(rank) for rank in range(replicas)), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.07)
 
 
 def test_all_gather_shows_every_replicas_values_to_all() -> None:
