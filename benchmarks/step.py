@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunk2048": {"objective": {"chunk_slots": 2048}},
     "accumulate2": {"training": {"accumulation_steps": 2}},
     "host": {},
+    "flex": {"training": {"attention": "flex"}},
+    "fp8": {"training": {"precision": "fp8"}},
 }
 LEARNING_RATE = 6e-4
 
@@ -131,7 +133,7 @@ class Step:
 def measure_step(recorder: Recorder, shape: Shape, variants: list[str], ceiling: float) -> None:
     """Milliseconds, share of the matmul ceiling and peak memory of each variant."""
     for variant in variants:
-        name = f"step.bf16.{shape.name}" + ("" if variant == "product" else f".{variant}")
+        name = f"step.fp8.{shape.name}" if variant == "fp8" else f"step.bf16.{shape.name}" + ("" if variant == "product" else f".{variant}")
         recorder.attempt(f"{name}.peak", partial(_measure_variant, recorder, shape, name, variant, ceiling))
 
 

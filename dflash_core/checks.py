@@ -73,6 +73,13 @@ def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
         if kind == "cuda" and int(index_text or 0) >= count:
             have = f"this machine has cuda:0 to cuda:{count - 1}" if count else "this machine has no CUDA device"
             yield Problem(path, device, f"there is no such device; {have}", "Name a device that is here; 'dflashctl doctor' lists them")
+        elif (
+            kind == "cuda"
+            and path.startswith("training.")
+            and config.training.precision == "fp8"
+            and torch.cuda.get_device_capability(device) < (8, 9)
+        ):
+            yield Problem("training.precision", "fp8", f"{device} has no fp8 products", "Set training.precision to bfloat16")
 
 
 def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
@@ -85,6 +92,23 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
         yield from tap_problems(taps, info)
     yield from mask_token_problems(drafter.mask_token_id, info)
     precision = config.training.precision
+    if precision == "fp8":
+        sizes = {
+            "hidden": info.hidden_size,
+            "MLP": info.intermediate_size,
+            "key/value": info.num_kv_heads * info.head_dim,
+            "vocabulary": info.vocab_size,
+        }
+        if odd := [f"a {name} size of {size}" for name, size in sizes.items() if size % 16]:
+            yield Problem(
+                "training.precision",
+                "fp8",
+                f"its products want multiples of 16; the target has {' and '.join(odd)}",
+                "Set training.precision to bfloat16",
+            )
+        if info.logit_softcap is not None:
+            message = f"the target caps its logits (at {info.logit_softcap}), which the head in fp8 does not do"
+            yield Problem("training.precision", "fp8", message, "Set training.precision to bfloat16")
     if config.training.attention == "fused" and not kernels_fit(drafter.block_size, info.head_dim, precision):
         yield Problem(
             "training.attention", "fused",

@@ -161,7 +161,10 @@ class TrainingConfig(Section):
     warmup_fraction: Fraction = Field(0.04, description="Share of the steps in which the learning rate rises.")
     decay_fraction: Fraction = Field(0.2, description="Share of the steps in which 'wsd' decays.")
     min_lr_fraction: Fraction = Field(0.0, description="Learning rate at the end, as a share of the peak.")
-    precision: Literal["float32", "bfloat16"] = Field("bfloat16", description="Precision of the computation; masters are always float32.")
+    precision: Literal["float32", "bfloat16", "fp8"] = Field(
+        "bfloat16",
+        description="Precision of the computation; masters are always float32. fp8: bfloat16, but the products of layers and head, on CUDA.",
+    )
     attention: Literal["auto", "fused", "flex"] = Field(
         "auto",
         description="Attention on CUDA: this project's fused kernels or torch's flex_attention; auto takes the kernels where they fit. Dense on CPU.",
@@ -266,6 +269,15 @@ def _cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     cuda = [device for device in training.devices if device != "cpu"]
     if cuda and "cpu" in training.devices:
         yield Problem("training.devices", list(training.devices), "mixes cpu and cuda replicas", "Use replicas of one kind")
+    if training.precision == "fp8" and "cpu" in training.devices:
+        yield Problem("training.precision", "fp8", "needs CUDA devices", "Set bfloat16 or float32, or name CUDA devices in training.devices")
+    for field, value, count in (
+        ("training.row_length", training.row_length, training.row_length),
+        ("training.num_anchors", training.num_anchors, training.num_anchors * drafter.block_size),
+    ):
+        if training.precision == "fp8" and count % 16:
+            message = f"makes rows of {count}, and products in fp8 want multiples of 16"
+            yield Problem(field, value, message, f"Round {field} up, or set training.precision to bfloat16")
     if training.queue_rows < config.rows_per_step // training.accumulation_steps:
         yield Problem(
             "training.queue_rows", training.queue_rows,

@@ -26,7 +26,7 @@ from dflash_core.plan import Plan
 
 # Share of the measured matrix-product rate that a stage reaches, from runs of the demo on two cores.
 _EFFICIENCY = {"responses": 0.25, "shards": 0.6, "train": 0.5}
-_BYTES = {"float32": 4, "bfloat16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}
 _ROWS_OF_UNKNOWN = 10_000
 
 

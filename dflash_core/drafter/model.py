@@ -25,6 +25,7 @@ from dflash_core.drafter.attention import IntervalMask, block_attention
 from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.config import DFlashConfig
 from dflash_core.drafter.rope import rope_frequencies
+from dflash_core.fp8 import fp8_linears
 
 INITIAL_STD = 0.02
 DENSE_GROUP = 128  # draft positions that share one call of dense attention; measured on CPU: 64 and 256 are slower
@@ -45,7 +46,19 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Attention(nn.Module):
+class Products(nn.Module):
+    """A part of a layer whose products may be in fp8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8 = False
+
+    def products(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """What each of the linear layers makes of ``x``."""
+        return fp8_linears(x, *(linear.weight for linear in linears)) if self.fp8 else tuple(linear(x) for linear in linears)
+
+
+class Attention(Products):
     """Grouped-query attention from the block to the context and to the block itself."""
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -61,13 +74,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def queries(self, x_BQH: Tensor, rotation: Rotation) -> Tensor:
-        """[B, Q, A, D]."""
-        return rotate(self.q_norm(self._heads(self.q_proj(x_BQH))), rotation)
+    def queries_keys_values(self, x_BQH: Tensor, rotation: Rotation) -> tuple[Tensor, KeysValues]:
+        """[B, Q, A, D], and two of [B, Q, G, D]."""
+        q, k, v = (self._heads(x) for x in self.products(x_BQH, self.q_proj, self.k_proj, self.v_proj))
+        return rotate(self.q_norm(q), rotation), (rotate(self.k_norm(k), rotation), v)
 
     def keys_values(self, x_BXH: Tensor, rotation: Rotation) -> KeysValues:
         """Two of [B, X, G, D]."""
-        return rotate(self.k_norm(self._heads(self.k_proj(x_BXH))), rotation), self._heads(self.v_proj(x_BXH))
+        k, v = (self._heads(x) for x in self.products(x_BXH, self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k), rotation), v
 
     def attend(self, q_BQAD: Tensor, context: KeysValues, block: KeysValues, mask: Mask) -> Tensor:
         """[B, Q, A, D], under one of the three forms of the mask."""
@@ -102,7 +117,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
-class MLP(nn.Module):
+class MLP(Products):
     """SwiGLU."""
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -112,7 +127,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.products(x, self.gate_proj, self.up_proj)
+        return self.products(functional.silu(gate) * up, self.down_proj)[0]
 
 
 class DraftLayer(nn.Module):
@@ -129,8 +145,8 @@ class DraftLayer(nn.Module):
         """``attend`` takes the queries [B, Q, A, D] and the block's keys and values, knows the context, and returns [B, Q, A, D]."""
         attention = self.self_attn
         normed = self.input_layernorm(x_BQH)
-        out_BQAD = attend(attention.queries(normed, rotation), attention.keys_values(normed, rotation))
-        x_BQH = x_BQH + attention.o_proj(out_BQAD.flatten(2))
+        out_BQAD = attend(*attention.queries_keys_values(normed, rotation))
+        x_BQH = x_BQH + attention.products(out_BQAD.flatten(2), attention.o_proj)[0]
         return x_BQH + self.mlp(self.post_attention_layernorm(x_BQH))
 
 
@@ -169,6 +185,12 @@ class DFlashDrafter(nn.Module):
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * INITIAL_STD)
         return self
+
+    def use_fp8(self) -> None:
+        """From now on the layers multiply in fp8; ``fc``, which sees the target's features, stays as it is."""
+        for part in self.modules():
+            if isinstance(part, Products):
+                part.fp8 = True
 
     def forward(
         self,

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_core.fp8 import SOFTMAX_SCALE, Fp8Head
+
 
 class SlotLosses(NamedTuple):
     """What one pass over the vocabulary tells about each slot; all zero for slots without a label.
@@ -34,7 +36,7 @@ class SlotLosses(NamedTuple):
 
 def linear_cross_entropy(
     hidden_MH: Tensor,
-    weight_VH: Tensor,
+    head: Tensor | Fp8Head,
     labels_M: Tensor,
     *,
     chunk_slots: int,
@@ -49,7 +51,8 @@ def linear_cross_entropy(
 
     Args:
         hidden_MH: hidden states after the drafter's final norm.
-        weight_VH: the target's head, frozen. On the CPU hold it in float32, or it is converted at every call.
+        head: the target's head [V, H], frozen. On the CPU hold it in float32, or it is converted at every call. As an ``Fp8Head`` both products
+            are fp8; it takes no softcap.
         labels_M: int64, negative where a slot has no label.
         chunk_slots: most rows of logits alive at a time; memory is chunk_slots * V elements.
         softcap: the target's final logit softcap, if it has one.
@@ -58,17 +61,24 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit together, or a chunk or bound below 1.
     """
+    weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
     if hidden_MH.ndim != 2 or weight_VH.ndim != 2 or hidden_MH.shape[1] != weight_VH.shape[1] or labels_M.shape != hidden_MH.shape[:1]:
         raise ValueError(
             f"expected hidden [M, H], weight [V, H] and labels [M], found {list(hidden_MH.shape)}, {list(weight_VH.shape)} and {list(labels_M.shape)}"
         )
     if chunk_slots < 1 or (max_labelled is not None and max_labelled < 1):
         raise ValueError(f"chunk_slots and max_labelled must be at least 1, found {chunk_slots} and {max_labelled}")
+    if softcap is not None and isinstance(head, Fp8Head):
+        raise ValueError("a head in fp8 takes no softcap")
     want_gradient = hidden_MH.requires_grad and torch.is_grad_enabled()
     slots = _labelled_slots(labels_M, max_labelled)
     # autocast would turn the float32 products of the CPU path into bfloat16 ones
     with torch.autocast(hidden_MH.device.type, enabled=False):
-        return SlotLosses(*_LinearCrossEntropy.apply(hidden_MH, weight_VH.detach(), labels_M, slots, chunk_slots, softcap, want_gradient))
+        return SlotLosses(
+            *_LinearCrossEntropy.apply(
+                hidden_MH, weight_VH.detach() if head is weight_VH else head, labels_M, slots, chunk_slots, softcap, want_gradient
+            )
+        )
 
 
 def _labelled_slots(labels_M: Tensor, max_labelled: int | None) -> Tensor:
@@ -83,13 +93,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_MH: Tensor,
-        weight_VH: Tensor,
+        head: Tensor | Fp8Head,
         labels_M: Tensor,
         slots_L: Tensor,
         chunk_slots: int,
         softcap: float | None,
         want_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        fp8 = head if isinstance(head, Fp8Head) else None
+        weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
         dtype = _product_dtype(hidden_MH, weight_VH)
         weight_VH = weight_VH.to(dtype)
         statistics_dtype = torch.promote_types(dtype, torch.float32)
@@ -97,14 +109,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll_L = labels_L.new_zeros(labels_L.shape, dtype=statistics_dtype)
         hit_L = torch.zeros_like(labels_L, dtype=torch.bool)
         gradient_LH = hidden_MH.new_empty((len(slots_L) if want_gradient else 0, hidden_MH.shape[1]), dtype=dtype)
-        logits_CV = weight_VH.new_empty((min(chunk_slots, len(slots_L)), weight_VH.shape[0]))
+        chunk_size = min(chunk_slots, len(slots_L))
+        logits_CV = weight_VH.new_empty((chunk_size, weight_VH.shape[0]))
+        softmax_CV = fp8.softmax_buffer(chunk_size) if fp8 is not None else None
         for start in range(0, len(slots_L), chunk_slots):
             chunk = slice(start, start + chunk_slots)
             hidden_CH = hidden_MH[slots_L[chunk]].to(dtype)
-            chunk_CV = torch.mm(hidden_CH, weight_VH.T, out=logits_CV[: len(hidden_CH)])
+            chunk_CV, size = logits_CV[: len(hidden_CH)], len(hidden_CH)
+            if fp8 is not None and softmax_CV is not None:
+                fp8.logits(hidden_CH, out=chunk_CV)
+                nll_L[chunk], hit_L[chunk] = softmax_into_(softmax_CV[:size], chunk_CV, labels_L[chunk], want_gradient)
+                if want_gradient:
+                    fp8.pull_back(softmax_CV[:size], out=gradient_LH[chunk])
+                continue
+            torch.mm(hidden_CH, weight_VH.T, out=chunk_CV)
             nll_L[chunk], hit_L[chunk] = softmax_gradient_(chunk_CV, labels_L[chunk], softcap, want_gradient)
             if want_gradient:
                 torch.mm(chunk_CV, weight_VH, out=gradient_LH[chunk])
+        if fp8 is not None and want_gradient:
+            gradient_LH.sub_(weight_VH[labels_L.clamp(min=0)])
         ctx.save_for_backward(slots_L, labels_L, gradient_LH)
         ctx.hidden_shape, ctx.hidden_dtype = hidden_MH.shape, hidden_MH.dtype
         labelled_M = labels_M >= 0
@@ -146,6 +169,17 @@ def softmax_gradient_(logits_CV: Tensor, labels_C: Tensor, softcap: float | None
 
         return softmax_gradient_triton_(logits_CV, labels_C, softcap, want_gradient)
     return _softmax_gradient_torch_(logits_CV, labels_C, softcap, want_gradient)
+
+
+def softmax_into_(softmax_CV: Tensor, logits_CV: Tensor, labels_C: Tensor, want_softmax: bool) -> tuple[Tensor, Tensor]:
+    """``softmax_gradient_`` without softcap, with the softmax over ``SOFTMAX_SCALE`` in ``softmax_CV`` instead of the gradient in the logits."""
+    if logits_CV.is_cuda:
+        from dflash_core.objective.softmax_kernel import softmax_gradient_triton_
+
+        return softmax_gradient_triton_(logits_CV, labels_C, None, want_softmax, softmax_CV, softmax_scale=1 / SOFTMAX_SCALE)
+    if want_softmax:
+        softmax_CV.copy_(logits_CV.float().softmax(dim=1) / SOFTMAX_SCALE)
+    return _softmax_gradient_torch_(logits_CV, labels_C, None, False)
 
 
 def _softmax_gradient_torch_(logits_CV: Tensor, labels_C: Tensor, softcap: float | None, want_gradient: bool) -> tuple[Tensor, Tensor]:

@@ -33,9 +33,11 @@ def _softmax_gradient_kernel(  # type: ignore[no-untyped-def]
     logits_stride,
     gradient_stride,
     softcap,
+    softmax_scale,
     VOCABULARY: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WANT_GRADIENT: tl.constexpr,
+    ONE_HOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -66,7 +68,11 @@ def _softmax_gradient_kernel(  # type: ignore[no-untyped-def]
                 columns = (VOCABULARY - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
                 inside = columns < VOCABULARY
                 logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
-                gradient = tl.exp(logits - log_sum) - (columns == label).to(tl.float32)
+                gradient = tl.exp(logits - log_sum)
+                if ONE_HOT:
+                    gradient -= (columns == label).to(tl.float32)
+                else:
+                    gradient *= softmax_scale
                 if HAS_SOFTCAP:
                     gradient = gradient * (1 - logits * logits / (softcap * softcap))
                 tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
@@ -80,6 +86,7 @@ def softmax_gradient_triton_(
     softcap: float | None,
     want_gradient: bool,
     gradient_CV: Tensor | None = None,
+    softmax_scale: float | None = None,
     block: int = BLOCK,
     num_warps: int = NUM_WARPS,
 ) -> tuple[Tensor, Tensor]:
@@ -88,6 +95,7 @@ def softmax_gradient_triton_(
     Args:
         logits_CV: rows contiguous; overwritten with the gradient unless ``gradient_CV`` is given.
         gradient_CV: where the gradient goes instead, in its own dtype.
+        softmax_scale: leave the one-hot out and multiply by this what is left, the softmax.
     """
     slots, vocabulary = logits_CV.shape
     nll_C = torch.empty(slots, dtype=torch.float32, device=logits_CV.device)
@@ -102,9 +110,11 @@ def softmax_gradient_triton_(
         logits_CV.stride(0),
         gradient_CV.stride(0),
         1.0 if softcap is None else float(softcap),
+        1.0 if softmax_scale is None else softmax_scale,
         VOCABULARY=vocabulary,
         HAS_SOFTCAP=softcap is not None,
         WANT_GRADIENT=want_gradient,
+        ONE_HOT=softmax_scale is None,
         BLOCK=block,
         num_warps=num_warps,
     )

@@ -38,6 +38,7 @@ from dflash_core.drafter import (
 )
 from dflash_core.drafter.model import Mask, Rotation
 from dflash_core.feed import Row, collate
+from dflash_core.fp8 import Fp8Head
 from dflash_core.objective import linear_cross_entropy, slot_weights
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
@@ -77,10 +78,14 @@ class Replica:
         self._drafter_config, self._vocabulary = drafter_config, vocabulary
         self.layout = FlatLayout(drafter_config.tensor_shapes())
         self.tail = Tail(drafter_config.block_size, len(training.devices))
-        precision: torch.dtype = getattr(torch, training.precision)
+        precision = compute_dtype(training.precision)
         self.moments = Moments(self.layout, precision, device)
         self._learning_rate = torch.zeros((), device=device)
         self.drafter = DFlashDrafter(drafter_config).to(device=device, dtype=precision)
+        self._head: Tensor | Fp8Head = vocabulary.head_weight
+        if training.precision == "fp8":
+            self.drafter.use_fp8()
+            self._head = Fp8Head(vocabulary.head_weight)
         weights = self.layout.views(self.moments.compute_P)
         for name, parameter in self.drafter.named_parameters():
             parameter.data = weights[name]
@@ -173,7 +178,7 @@ class Replica:
             hidden_MH = hidden_MH * self._vocabulary.logit_scale
         losses = linear_cross_entropy(
             hidden_MH,
-            self._vocabulary.head_weight,
+            self._head,
             labels_BNS.flatten(),
             chunk_slots=self._objective.chunk_slots,
             softcap=self._vocabulary.logit_softcap,
@@ -240,6 +245,11 @@ class Replica:
             self.begin_step()
         if self._stream is not None:
             torch.cuda.synchronize(self.device)
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The dtype of weights and activations under ``training.precision``; products in fp8 begin and end in bfloat16."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 class Prepared(NamedTuple):

@@ -33,7 +33,7 @@ from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingState, newest_training_checkpoint
 from dflash_core.training.guard import compiled_graphs, prepare_for_threads
 from dflash_core.training.memory import memory_in_use, prefer_expandable_segments
-from dflash_core.training.replica import Replica
+from dflash_core.training.replica import Replica, compute_dtype
 from dflash_core.training.sync import GradientSync, compare, connect, in_threads
 
 OPERATIONAL = {
@@ -272,7 +272,7 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 def _vocabulary_on(vocabulary: TargetVocabulary, info: TargetInfo, device: torch.device, precision: str) -> TargetVocabulary:
     """The vocabulary on a device: float32 on the CPU, where the loss multiplies in float32 whatever the precision, else as the drafter computes."""
-    dtype = torch.float32 if device.type == "cpu" else getattr(torch, precision)
+    dtype = torch.float32 if device.type == "cpu" else compute_dtype(precision)
     embedding = vocabulary.embedding_weight.to(device=device, dtype=dtype)
     tied = vocabulary.head_weight is vocabulary.embedding_weight
     return TargetVocabulary(embedding, embedding if tied else vocabulary.head_weight.to(device=device, dtype=dtype), info)
