@@ -153,8 +153,11 @@ class TrainingConfig(Section):
     accumulation_steps: PositiveInt = Field(1, description="Passes whose gradients are added up before an optimiser step.")
     epochs: PositiveInt = Field(6, description="Passes over the training rows, at most.")
     max_steps: PositiveInt | None = Field(None, description="Optimiser steps. Default: as many as the epochs hold.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: Muon for matrices, AdamW for norms, at AdamW's learning rates. It adds a fixed time to each step: for large ones."
+    )
     learning_rate: float = Field(6e-4, gt=0.0, description="Peak learning rate.")
-    weight_decay: float = Field(0.0, ge=0.0, description="AdamW weight decay of matrices; norms have none.")
+    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled weight decay of matrices; norms have none.")
     betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="AdamW moment decays.")
     max_grad_norm: float = Field(1.0, gt=0.0, description="Global gradient norm above which gradients are scaled down.")
     schedule: Literal["cosine", "wsd"] = Field("cosine", description="Learning rate after warm-up: cosine, or stable and then linear decay (wsd).")

@@ -2,7 +2,7 @@
 
     <folder>/checkpoints/step-00000200/
         model.safetensors      fp32 master weights under the names that serving expects
-        optimizer.safetensors  AdamW's moments: exp_avg.<name>, exp_avg_sq.<name>
+        optimizer.safetensors  the optimiser's moments: exp_avg.<name>, exp_avg_sq.<name>
         state.json             step, next row, counters, the settings it belongs to, sha256 of the two files
 
 Rows, anchors and learning rates are functions of the step, so there is no generator and no schedule to save. A checkpoint is written under a

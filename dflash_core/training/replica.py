@@ -4,7 +4,7 @@
 
     for each step:  begin_step → micro_step × A → close_step → GradientSync.all_reduce(each of summed) → apply
 
-Masters and AdamW's moments are one flat fp32 buffer each. With ``precision: bfloat16`` the drafter's parameters are views into a bf16 copy of the
+Masters and both moments are one flat fp32 buffer each. With ``precision: bfloat16`` the drafter's parameters are views into a bf16 copy of the
 masters. What becomes of the gradients is in ``gradients``, and of the update in ``optimizer``.
 
 Gradients are those of the *sum* of weighted losses. They are divided by the denominator of the whole step, all replicas and micro-steps
@@ -43,6 +43,7 @@ from dflash_core.objective import linear_cross_entropy, slot_weights
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
 from dflash_core.training.guard import own_code
+from dflash_core.training.muon import Muon
 from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW
 from dflash_core.training.sync import StepTotals, Tail
 
@@ -101,6 +102,8 @@ class Replica:
         else:
             self._gradients = AddedGradients(self.layout, self.drafter, precision, self.tail.size, device)
             self._optimizer = TorchAdamW(self.layout, training, self.moments, self._gradients.flat_P)
+        if training.optimizer == "muon":
+            self._optimizer = Muon(self.layout, training, self.moments)
 
         prepare, draft = own_code(_prepare, f"preparation_of_replica_{index}"), own_code(_draft, f"draft_of_replica_{index}")
         # on the CPU only the drafter is worth compiling
@@ -137,7 +140,7 @@ class Replica:
         exp_avg_sq: Mapping[str, Tensor] | None = None,
         updates: int = 0,
     ) -> None:
-        """Take over fp32 weights and, when resuming, AdamW's moments; without moments AdamW starts afresh."""
+        """Take over fp32 weights and, when resuming, the optimiser's moments; without moments it starts afresh."""
         for buffer, tensors in zip(self.moments.buffers, (weights, exp_avg, exp_avg_sq), strict=True):
             buffer.zero_()
             for name, tensor in (tensors or {}).items():
@@ -202,7 +205,7 @@ class Replica:
             self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(largest)).float()
 
     def apply(self, learning_rate: float) -> None:
-        """One optimiser step with the summed gradients: average, clip by the global norm, AdamW. Skipped if the norm is not finite.
+        """One optimiser step with the summed gradients: average, clip by the global norm, update. Skipped if the norm is not finite.
 
         Every replica decides from the same bits, so all apply or all skip. Afterwards the tail holds the norm of the averaged gradient.
         """

@@ -30,3 +30,9 @@ def test_flex_attention_and_the_dense_mask_give_the_same_losses(tmp_path: Path) 
     run(config(devices=["cuda:0"], accumulation_steps=2, max_steps=4), tmp_path / "gpu")
     run(config(devices=["cpu"], accumulation_steps=2, max_steps=4), tmp_path / "cpu")
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-3)
+
+
+def test_muon_trains_there_as_it_does_on_the_cpu_and_compiles_nothing_late(tmp_path: Path) -> None:
+    for device in ("cpu", "cuda:0"):
+        assert run(config(devices=[device], optimizer="muon", max_steps=6), tmp_path / device[:3]).finished
+    assert losses(tmp_path / "cud") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-2)  # orthogonalised in bfloat16 and in float32
