@@ -28,7 +28,7 @@ from benchmarks.loss import measure_loss
 from benchmarks.mask import measure_mask
 from dflash_core.config import parse_config
 from dflash_core.drafter import DFlashConfig
-from dflash_core.feed import Row
+from dflash_core.feed import Row, collate
 from dflash_core.training.guard import prepare_for_threads
 from dflash_core.training.replica import Replica
 
@@ -125,7 +125,7 @@ class Step:
         """One optimiser step; waits for nothing."""
         self.replica.begin_step()
         for _ in range(self.micro_steps):
-            self.replica.micro_step(self.rows)
+            self.replica.micro_step(collate(self.rows))
         self.replica.close_step(False)
         self.replica.apply(LEARNING_RATE)
 

@@ -173,6 +173,9 @@ class TrainingConfig(Section):
         description="Attention on CUDA: this project's fused kernels or torch's flex_attention; auto takes the kernels where they fit. Dense on CPU.",
     )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile of the drafter; auto compiles on CUDA.")
+    cuda_graphs: bool = Field(
+        False, description="Launch each step as CUDA graphs: frees the processor, which many GPUs in one process share. Needs CUDA devices."
+    )
     queue_rows: PositiveInt = Field(16, description="Rows that the shared queue holds at most.")
     log_every: PositiveInt = Field(1, description="Steps between two records of metrics.")
     checkpoint_every: PositiveInt = Field(200, description="Steps between two checkpoints.")
@@ -281,6 +284,11 @@ def _cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
         if training.precision == "fp8" and count % 16:
             message = f"makes rows of {count}, and products in fp8 want multiples of 16"
             yield Problem(field, value, message, f"Round {field} up, or set training.precision to bfloat16")
+    if training.cuda_graphs and not cuda:
+        yield Problem(
+            "training.cuda_graphs", True, f"training.devices = {list(training.devices)} has no CUDA device",
+            "Set training.cuda_graphs to false, or name CUDA devices in training.devices",
+        )  # fmt: skip
     if training.queue_rows < config.rows_per_step // training.accumulation_steps:
         yield Problem(
             "training.queue_rows", training.queue_rows,

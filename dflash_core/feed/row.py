@@ -5,8 +5,9 @@ Shapes: T row length, F features of a token (taps · hidden size), N anchor slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -53,9 +54,19 @@ class Batch:
     anchors: torch.Tensor
     sample_ids: tuple[tuple[str, ...], ...]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str) -> Batch:
         """The batch with all tensors on ``device``."""
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in TENSORS})
+        return self.map(lambda tensor: tensor.to(device))
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with ``function`` of every tensor in its place."""
+        tensors: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
+        return replace(self, **tensors)
+
+    def copy_(self, other: Batch) -> None:
+        """Copy the tensors of a batch of the same shapes into these, without waiting for a device where the memory is pinned."""
+        for name in TENSORS:
+            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
 def collate(rows: Sequence[Row]) -> Batch:

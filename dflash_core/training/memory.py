@@ -99,7 +99,7 @@ class MemoryWatch:
 def prefer_expandable_segments() -> None:
     """Let the CUDA allocator's reserved blocks grow in place, which leaves fewer pieces, unless the user's environment says how it is to work."""
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # type: ignore[attr-defined]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -4,6 +4,8 @@
 
     for each step:  begin_step → micro_step × A → close_step → GradientSync.all_reduce(each of summed) → apply
 
+With ``training.cuda_graphs`` these four only launch what ``graphs`` captured of them in warm-up.
+
 Masters and both moments are one flat fp32 buffer each. With ``precision: bfloat16`` the drafter's parameters are views into a bf16 copy of the
 masters. What becomes of the gradients is in ``gradients``, and of the update in ``optimizer``.
 
@@ -37,14 +39,16 @@ from dflash_core.drafter import (
     interval_mask,
 )
 from dflash_core.drafter.model import Mask, Rotation
-from dflash_core.feed import Row, collate
+from dflash_core.feed import Batch, Row, collate
 from dflash_core.fp8 import Fp8Head
 from dflash_core.objective import linear_cross_entropy, slot_weights
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
+from dflash_core.training.graphs import StepGraphs
 from dflash_core.training.guard import own_code
 from dflash_core.training.muon import Muon
 from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW
+from dflash_core.training.staging import Staging
 from dflash_core.training.sync import StepTotals, Tail
 
 
@@ -81,6 +85,8 @@ class Replica:
         self.tail = Tail(drafter_config.block_size, len(training.devices))
         precision = compute_dtype(training.precision)
         self.moments = Moments(self.layout, precision, device)
+        self._graphs: StepGraphs | None = None
+        self.staging: Staging | None = None  # on CUDA, from warm-up on
         self._learning_rate = torch.zeros((), device=device)
         self.drafter = DFlashDrafter(drafter_config).to(device=device, dtype=precision)
         self._head: Tensor | Fp8Head = vocabulary.head_weight
@@ -164,11 +170,38 @@ class Replica:
 
     def begin_step(self) -> None:
         """Forget the gradients and totals of the step before."""
-        self._gradients.begin()
+        if self._graphs is None:
+            self._gradients.begin()
+        else:
+            self._graphs.begin()
 
-    def micro_step(self, rows: Sequence[Row]) -> None:
-        """Forward and backward of ``rows``; adds to the gradients and to the totals of the step."""
-        batch = collate(rows).to(self.device)
+    def micro_step(self, batch: Batch) -> None:
+        """Forward and backward of a batch on any device; adds to the gradients and to the totals of the step."""
+        if self._graphs is None:
+            self._compute(batch.to(self.device))
+        else:
+            self._graphs.micro_step(batch)
+
+    def close_step(self, wants_to_stop: bool) -> None:
+        """Write this replica's vote and whether its own gradient is finite; ``summed`` is then ready to be summed."""
+        self._tail[Tail.STOP].fill_(float(wants_to_stop))  # assigning a number to an element copies it to the device, and waits
+        if self._graphs is None:
+            self._find_nonfinite()
+        else:
+            self._graphs.close()
+
+    def apply(self, learning_rate: float) -> None:
+        """One optimiser step with the summed gradients: average, clip by the global norm, update. Skipped if the norm is not finite.
+
+        Every replica decides from the same bits, so all apply or all skip. Afterwards the tail holds the norm of the averaged gradient.
+        """
+        self._learning_rate.fill_(learning_rate)
+        if self._graphs is None:
+            self._update()
+        else:
+            self._graphs.apply()
+
+    def _compute(self, batch: Batch) -> None:
         config, S = self._drafter_config, self._drafter_config.block_size
         B, N = batch.anchors.shape
         with torch.no_grad():
@@ -197,20 +230,14 @@ class Replica:
         tail[self.tail.labelled] += (labels_BNS >= 0).sum((0, 1))
         tail[self.tail.hits] += losses.hit.view(B, N, S).sum((0, 1))
 
-    def close_step(self, wants_to_stop: bool) -> None:
-        """Write this replica's vote and whether its own gradient is finite; ``summed`` is then ready to be summed."""
-        self._tail[Tail.STOP].fill_(float(wants_to_stop))  # assigning a number to an element copies it to the device, and waits
+    def _find_nonfinite(self) -> None:
         if self._gradients.flat_P is not None:
             largest = torch.linalg.vector_norm(self._gradients.flat_P, float("inf"))  # NaN if any is
             self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(largest)).float()
 
-    def apply(self, learning_rate: float) -> None:
-        """One optimiser step with the summed gradients: average, clip by the global norm, update. Skipped if the norm is not finite.
-
-        Every replica decides from the same bits, so all apply or all skip. Afterwards the tail holds the norm of the averaged gradient.
-        """
+    def _update(self) -> None:
         denominator = self._tail[Tail.DENOMINATOR].clamp_min(torch.finfo(torch.float32).tiny)
-        norm = self._optimizer.update(self._gradients.parts(), denominator, self._learning_rate.fill_(learning_rate))
+        norm = self._optimizer.update(self._gradients.parts(), denominator, self._learning_rate)
         self._tail[Tail.GRAD_NORM] = norm
         if self._gradients.flat_P is None:  # the one replica: its norm tells as much as another pass over its gradients would
             self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(norm)).float()
@@ -232,22 +259,39 @@ class Replica:
         return read
 
     def warm_up(self, rows: Sequence[Row]) -> None:
-        """Run everything a step will run, twice over, and leave weights and moments as they were."""
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)  # weights were made and loaded on another stream
+        """Run everything a step will run, twice over, and leave weights and moments as they were. On CUDA also make room for batches."""
+        batch = collate(rows)
+        if self._stream is None:
+            self._rehearse(batch)
+            return
+        torch.cuda.synchronize(self.device)  # weights were made and loaded on another stream
         with self.on_device():
-            for repeat in range(2):
-                if repeat == 0 or self._training.accumulation_steps == 1:
-                    self.begin_step()
-                self.micro_step(rows)
-            self.close_step(False)
-            self._gradients.parts()[0][1].view(-1)[0] = float("nan")  # the update runs, and is skipped by the rule for non-finite gradients
-            self.apply(0.0)
-            self.totals_later()()
-            self.checksums()
-            self.begin_step()
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)
+            self._rehearse(batch)
+            self.staging = Staging(batch, self.device)
+            if self._training.cuda_graphs:
+                read = batch.map(lambda tensor: tensor.to(self.device, copy=True))
+                self._graphs = StepGraphs(
+                    self._stream, read, first=self._begin_and_compute, further=self._compute, close=self._find_nonfinite, apply=self._update,
+                    accumulating=self._training.accumulation_steps > 1,
+                )  # fmt: skip
+                self._rehearse(batch)
+        torch.cuda.synchronize(self.device)
+
+    def _begin_and_compute(self, batch: Batch) -> None:
+        self._gradients.begin()
+        self._compute(batch)
+
+    def _rehearse(self, batch: Batch) -> None:
+        for repeat in range(2):
+            if repeat == 0 or self._training.accumulation_steps == 1:
+                self.begin_step()
+            self.micro_step(batch)
+        self.close_step(False)
+        self._gradients.parts()[0][1].view(-1)[0] = float("nan")  # the update runs, and is skipped by the rule for non-finite gradients
+        self.apply(0.0)
+        self.totals_later()()
+        self.checksums()
+        self.begin_step()
 
 
 def compute_dtype(precision: str) -> torch.dtype:

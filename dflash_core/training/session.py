@@ -37,6 +37,7 @@ from dflash_core.training.replica import Replica, compute_dtype
 from dflash_core.training.sync import GradientSync, compare, connect, in_threads
 
 OPERATIONAL = {
+    "cuda_graphs",
     "queue_rows",
     "log_every",
     "checkpoint_every",

@@ -23,6 +23,7 @@ from dflash_core.training.memory import MemoryWatch
 from dflash_core.training.replica import Replica
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import TrainingSession
+from dflash_core.training.staging import Batches, BatchesFromFeed, StagedBatches
 from dflash_core.training.sync import GradientSync, InterruptedByOthers, StepTotals, compare
 
 
@@ -116,6 +117,7 @@ class Worker:
         self._pending: deque[tuple[int, Callable[[], StepTotals], float, float]] = deque()
         self._mark = time.monotonic()  # when the last step had finished, or the first one began
         self._stopping = False
+        self._batches: Batches = BatchesFromFeed(shared.feed, replica.index)
 
     def run(self) -> None:
         """Train until done, stopped or broken; never raises."""
@@ -127,6 +129,7 @@ class Worker:
             self.future.set_result(self._state)
         except BaseException as error:
             self._fail(error)
+        self._batches.close()
         self.shared.wake.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -142,6 +145,9 @@ class Worker:
         session, training = self.shared.session, self._training
         lag = 1 if self.replica.device.type == "cuda" else 0
         saved, self._mark = session.state.step, time.monotonic()
+        if self.replica.staging is not None:
+            first, stop = (step * training.accumulation_steps for step in (session.state.step, session.total_steps))
+            self._batches = StagedBatches(self.shared.feed, self.replica.index, self.replica.staging, first, stop, self.replica.name)
         for step in range(session.state.step, session.total_steps):
             self._step(step)
             finished = step + 1
@@ -168,11 +174,12 @@ class Worker:
         for m in range(training.accumulation_steps):
             self.beacon(f"waits for the rows of micro-step {m} of step {step + 1}")
             asked = time.monotonic()
-            rows = self.shared.feed.take(replica.index, step * training.accumulation_steps + m)
+            batch = self._batches.take(step * training.accumulation_steps + m)
             waited += time.monotonic() - asked
             self.shared.check()
             self.beacon(f"computes micro-step {m} of step {step + 1}")
-            replica.micro_step(rows)
+            replica.micro_step(batch)
+            self._batches.release()
         replica.close_step(self.shared.stop_requested)
         self.beacon(f"waits for the other replicas in step {step + 1}")
         for tensor in replica.summed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.feed import collate
 from dflash_core.training.gradients import HandedGradients
 from dflash_core.training.optimizer import FusedAdamW
 from dflash_core.training.replica import Replica
@@ -32,7 +33,7 @@ def train(made: Replica, packed: bool) -> list[object]:
             row = SmallRows().row(2 * step + micro_step)
             if step == 2:
                 row.features[5] = float("nan")
-            made.micro_step([row])
+            made.micro_step(collate([row]))
         made.close_step(False)
         made.apply(1e-2)
         totals.append(made.totals_later()())

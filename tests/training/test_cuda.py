@@ -1,13 +1,20 @@
 """Threads, flex_attention and the guard on GPUs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.errors import TrainingError
+from dflash_core.feed import Row, collate
+from dflash_core.target import TargetVocabulary
 from dflash_core.training import DrafterTrainer
-from tests.training.small import config, losses, run, warm_up
+from dflash_core.training.replica import Replica
+from tests.training.small import INFO, SmallRows, config, losses, run, vocabulary, warm_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -36,3 +43,49 @@ def test_muon_trains_there_as_it_does_on_the_cpu_and_compiles_nothing_late(tmp_p
     for device in ("cpu", "cuda:0"):
         assert run(config(devices=[device], optimizer="muon", max_steps=6), tmp_path / device[:3]).finished
     assert losses(tmp_path / "cud") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-2)  # orthogonalised in bfloat16 and in float32
+
+
+@pytest.mark.parametrize(("devices", "accumulation"), [(["cuda:0"], 1), (["cuda:0"], 2), (["cuda:0", "cuda:0"], 1)])
+def test_graphs_give_the_numbers_of_the_step_without_them(tmp_path: Path, devices: list[str], accumulation: int) -> None:
+    for name, graphs in (("eager", False), ("graphs", True)):
+        settings = config(devices=devices, accumulation_steps=accumulation, max_steps=8, precision="bfloat16", cuda_graphs=graphs)
+        assert run(settings, tmp_path / name).finished
+    assert losses(tmp_path / "graphs") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
+    eager, graphs_ = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("eager", "graphs"))
+    for name, weight in eager.items():
+        torch.testing.assert_close(graphs_[name], weight, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_host_waits_for_the_device_nowhere_in_a_step(graphs: bool) -> None:
+    settings = config(devices=["cuda:0"], precision="bfloat16", cuda_graphs=graphs, objective={"weighting": "dpace"})
+    drafter_config, device = DFlashConfig.from_target(INFO, settings.drafter), torch.device("cuda:0")
+    small = vocabulary()
+    weight = small.embedding_weight.to(device, torch.bfloat16)
+    made = Replica(0, device, settings, drafter_config, TargetVocabulary(weight, weight, INFO))
+    made.load({name: parameter.detach() for name, parameter in DFlashDrafter(drafter_config).init_weights(0).named_parameters()})
+    made.warm_up([SmallRows().row(0)])
+    batch = collate([SmallRows().row(1)]).to(device)
+    with made.on_device():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                made.begin_step()
+                made.micro_step(batch)
+                made.close_step(False)
+                made.apply(1e-3)
+                later = made.totals_later()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert later().loss > 0
+    assert made.updates == 3
+
+
+def test_a_row_of_another_shape_is_named(tmp_path: Path) -> None:
+    class Shorter(SmallRows):
+        def row(self, ordinal: int) -> Row:
+            row = super().row(ordinal)
+            return replace(row, anchors=row.anchors[:-1]) if ordinal == 5 else row
+
+    with pytest.raises(TrainingError, match=r"anchors of row 5 are .*\[5\], and were .*\[6\] in warm-up"):
+        run(config(devices=["cuda:0", "cuda:0"]), tmp_path, Shorter())

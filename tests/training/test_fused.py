@@ -32,7 +32,7 @@ def test_the_preparation_compiles_whole_and_gives_the_same(rows: int) -> None:
     compiled = torch.compile(_prepare, fullgraph=True, dynamic=False, backend="aot_eager")
     batches = [collate([SmallRows().row(i + j) for j in range(rows)]) for i in (0, 5)]
     for batch in batches:
-        arguments = (drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, True)
+        arguments = (drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, "flex")
         with torch.no_grad():
             actual, expected = compiled(*arguments), _prepare(*arguments)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, block_labels, block_positions, block_tokens, dflash_dense_mask
+from dflash_core.feed import collate
 from dflash_core.objective import slot_weights
 from dflash_core.training.replica import Replica
 from dflash_core.training.sync import Tail
@@ -29,7 +30,7 @@ def gradient_of(groups: list[list[int]], weighting: str = "decay") -> torch.Tens
     """Averaged gradient and loss of rows in ``groups``: one micro-step a group, in turn on two replicas whose buffers are summed."""
     pair = [replica(0, objective={"weighting": weighting}), replica(1, objective={"weighting": weighting})]
     for i, ordinals in enumerate(groups):
-        pair[i % 2].micro_step([SmallRows().row(ordinal) for ordinal in ordinals])
+        pair[i % 2].micro_step(collate([SmallRows().row(ordinal) for ordinal in ordinals]))
     total = pair[0].summed[0] + pair[1].summed[0]
     P = pair[0].layout.size
     denominator = total[P + Tail.DENOMINATOR]
@@ -69,7 +70,7 @@ def test_the_step_is_that_of_plain_autograd_clipping_and_adamw() -> None:
     torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95)).step()
 
     for row in rows:
-        made.micro_step([row])
+        made.micro_step(collate([row]))
     made.close_step(False)
     made.apply(0.01)
     totals = made.totals_later()()
@@ -95,7 +96,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_told() -> None:
     before = made.checksums()
     row = SmallRows().row(0)
     row.features[5] = float("nan")
-    made.micro_step([row])
+    made.micro_step(collate([row]))
     made.close_step(False)
     made.apply(0.01)
     totals = made.totals_later()()
@@ -110,7 +111,7 @@ def test_with_bfloat16_the_masters_stay_float32_and_small_updates_are_not_lost()
     before = made.moments.masters_P.clone()
     for _ in range(3):
         made.begin_step()
-        made.micro_step([SmallRows().row(0)])
+        made.micro_step(collate([SmallRows().row(0)]))
         made.close_step(False)
         made.apply(1e-4)
     norms = slice(made.layout.num_decayed, None)

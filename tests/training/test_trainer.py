@@ -41,12 +41,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, replica: int, step: int, fault: Calla
     """Let ``fault`` happen in a micro-step (0-based) of a replica, after warm-up."""
     original, calls = Replica.micro_step, {"count": 0}
 
-    def micro_step(self: Replica, rows: Any) -> None:
+    def micro_step(self: Replica, batch: Any) -> None:
         if self.index == replica and threading.current_thread() is not threading.main_thread():
             calls["count"] += 1
             if calls["count"] == step + 1:
                 fault(self)
-        original(self, rows)
+        original(self, batch)
 
     monkeypatch.setattr(Replica, "micro_step", micro_step)
 

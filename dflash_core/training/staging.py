@@ -1,0 +1,154 @@
+"""Rows reach a GPU ahead of the step: a thread of each replica copies them into pinned memory, and a stream of its own copies those to the device.
+
+    feed → [stager: pinned slot → copy stream → device slot] → worker: its stream waits for the copy's event, the host for nothing
+
+There are ``SLOTS`` slots of fixed size. A pinned one is written again only after its copy has finished, a device one only after the step that
+reads it has: two events for each slot say so. On the CPU rows lie where they are needed, and there is nothing to stage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dflash_core.errors import TrainingError
+from dflash_core.feed import Batch, Feed, FeedClosedError, Row, collate
+from dflash_core.feed.row import TENSORS
+
+SLOTS = 2
+
+
+class Batches(Protocol):
+    """The batches of one replica, micro-step after micro-step."""
+
+    def take(self, microstep: int) -> Batch:
+        """The batch of a micro-step; waits for its rows. Raises what the feed or the stager raised."""
+
+    def release(self) -> None:
+        """Everything that reads the batch taken last has been queued on the current stream."""
+
+    def close(self) -> None:
+        """No more batches are wanted. From any thread."""
+
+
+class BatchesFromFeed:
+    """Straight from the feed, for the CPU."""
+
+    def __init__(self, feed: Feed, replica: int):
+        self._feed, self._replica = feed, replica
+
+    def take(self, microstep: int) -> Batch:
+        """See ``Batches``."""
+        return collate(self._feed.take(self._replica, microstep))
+
+    def release(self) -> None:
+        """See ``Batches``."""
+
+    def close(self) -> None:
+        """See ``Batches``."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for a batch. ``copied``: it has arrived on the device. ``used``: the device has done with it."""
+
+    pinned: Batch
+    batch: Batch
+    copied: torch.cuda.Event
+    used: torch.cuda.Event
+
+
+class Staging:
+    """The slots of one replica and the stream that fills them, made in warm-up for batches like ``example``."""
+
+    def __init__(self, example: Batch, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.slots = [self._slot(example) for _ in range(SLOTS)]
+
+    def _slot(self, example: Batch) -> Slot:
+        pin = self.device.type == "cuda"
+        pinned = example.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin))
+        batch = example.map(lambda tensor: tensor.to(self.device, copy=True))
+        # blocking: the stager sleeps until the event has come, instead of spinning on a core
+        return Slot(pinned, batch, torch.cuda.Event(blocking=True), torch.cuda.Event())
+
+
+class StagedBatches:
+    """``Batches`` through the slots of a ``Staging``, by a thread that keeps as many micro-steps ahead as there are slots."""
+
+    def __init__(self, feed: Feed, replica: int, staging: Staging, first: int, stop: int, name: str):
+        """Start staging micro-steps ``first`` to ``stop - 1``."""
+        self._feed, self._replica, self._staging = feed, replica, staging
+        self._stop = stop
+        self._staged = self._taken = self._released = first  # counts of micro-steps of the whole run
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name=f"rows of {name}", daemon=True).start()
+
+    def take(self, microstep: int) -> Batch:
+        """See ``Batches``. The current stream waits for the copy, the host only for the rows."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._staged > microstep or self._error is not None or self._closed)
+            if self._staged <= microstep:
+                raise self._error or FeedClosedError(f"Staging was closed while replica {self._replica} wanted micro-step {microstep}.")
+            self._taken = microstep + 1
+        slot = self._slot(microstep)
+        torch.cuda.current_stream(self._staging.device).wait_event(slot.copied)
+        return slot.batch
+
+    def release(self) -> None:
+        """See ``Batches``."""
+        self._slot(self._taken - 1).used.record(torch.cuda.current_stream(self._staging.device))
+        with self._changed:
+            self._released = self._taken
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """See ``Batches``."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _slot(self, microstep: int) -> Slot:
+        return self._staging.slots[microstep % SLOTS]
+
+    def _run(self) -> None:
+        try:
+            while self._staged < self._stop:
+                rows = self._feed.take(self._replica, self._staged)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._staged - self._released < SLOTS or self._closed)
+                    if self._closed:
+                        return
+                self._stage(self._slot(self._staged), rows)
+                with self._changed:
+                    self._staged += 1
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _stage(self, slot: Slot, rows: Sequence[Row]) -> None:
+        slot.copied.synchronize()  # of the batch before: its pinned memory may be written now
+        for b, row in enumerate(rows):
+            for name in TENSORS:
+                source, place = getattr(row, name), getattr(slot.pinned, name)[b]
+                if source.shape != place.shape or source.dtype != place.dtype:
+                    raise TrainingError(
+                        f"The {name} of row {row.ordinal} are {source.dtype} {list(source.shape)}, "
+                        f"and were {place.dtype} {list(place.shape)} in warm-up. "
+                        "All rows of a run have one shape: suspect the source of the rows."
+                    )
+                place.copy_(source)
+        stream = self._staging.stream
+        with torch.cuda.device(self._staging.device), torch.cuda.stream(stream):
+            stream.wait_event(slot.used)  # the step that read the batch before
+            slot.batch.copy_(slot.pinned)
+            slot.copied.record(stream)
