@@ -29,12 +29,12 @@ class Tiling(NamedTuple):
 
 
 class Tilings(NamedTuple):
-    """The four passes. ``own`` and ``by_key``/``by_query`` are the backward pass; without ``by_query`` the pass by key adds up dq atomically."""
+    """The four passes: the forward one, and three of the backward: own blocks, dk and dv by key, dq by query."""
 
     forward: Tiling
     own: Tiling
     by_key: Tiling
-    by_query: Tiling | None
+    by_query: Tiling
 
 
 TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(64, 64, 4, 1), by_key=Tiling(64, 64, 4, 2), by_query=Tiling(128, 64, 8, 3))
@@ -79,8 +79,8 @@ def interval_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, 
         touched, filled = _tiles(start_BN, anchor_BN, T, block_size, tiling.queries, tiling.keys)
         return _ranges(touched.mT, filled.mT) if by_key else _ranges(touched, filled)
 
-    by_query = tilings.by_query or tilings.forward
-    return IntervalMask(start_BN, anchor_BN, ranges(tilings.forward, False), ranges(tilings.by_key, True), ranges(by_query, False))
+    by_query = ranges(tilings.by_query, False)
+    return IntervalMask(start_BN, anchor_BN, ranges(tilings.forward, False), ranges(tilings.by_key, True), by_query)
 
 
 def block_attention(
@@ -141,9 +141,8 @@ def _backward(
 @_backward.register_fake
 def _(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     B, T, _G, D = kc.shape
-    dq = q.new_empty(q.shape, dtype=q.dtype if TILINGS.by_query else torch.float32)
     heads = (B, T, q.shape[2], D)
-    return dq, kc.new_empty(heads), vc.new_empty(heads), kb.new_empty(kb.shape), vb.new_empty(vb.shape)
+    return q.new_empty(q.shape), kc.new_empty(heads), vc.new_empty(heads), kb.new_empty(kb.shape), vb.new_empty(vb.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -156,7 +155,7 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     dq, dkc, dvc, dkb, dvb = _backward(q, kc, vc, kb, vb, out, lse, dout, start, anchor, forward, by_key, by_query)
     group = q.shape[2] // kc.shape[2]
     dkc, dvc = (x.unflatten(2, (-1, group)).sum(3, dtype=torch.float32).to(kc.dtype) for x in (dkc, dvc))  # the heads of a group
-    return dq.to(q.dtype), dkc, dvc, dkb, dvb, None, None, None, None, None
+    return dq, dkc, dvc, dkb, dvb, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -183,10 +182,7 @@ def launch_forward(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, ma
 def launch_backward(
     q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: IntervalMask, tilings: Tilings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, then dk and dv of the context with a head for each *query* head, then dk and dv of the blocks.
-
-    dq is float32 if it was added up atomically.
-    """
+    """dq, then dk and dv of the context with a head for each *query* head, then dk and dv of the blocks."""
     from dflash_core.drafter.attention_kernel import keys_kernel, own_block_kernel, queries_kernel
 
     q, kc, vc, kb, vb, dout = (_rows_contiguous(x) for x in (q, kc, vc, kb, vb, dout))
@@ -194,7 +190,7 @@ def launch_backward(
     T, G, N = kc.shape[1], kc.shape[2], mask.anchor.shape[1]
     S, scale, factor = Q // N, D**-0.5, D**-0.5 * LOG2_E
     delta = torch.empty_like(lse)
-    own_dq = torch.empty(q.shape, device=q.device, dtype=torch.float32)
+    own_dq, dq = (torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(2))
     dkb, dvb = torch.empty(kb.shape, device=q.device, dtype=kb.dtype), torch.empty(vb.shape, device=q.device, dtype=vb.dtype)
     dk, dv = (torch.empty((B, T, A, D), device=q.device, dtype=kc.dtype) for _ in range(2))
 
@@ -205,15 +201,12 @@ def launch_backward(
     )  # fmt: skip
     tiling, tiles = tilings.by_key, mask.by_key.shape[1]
     keys_kernel[(tiles * B * A,)](
-        q, kc, vc, dout, lse, delta, own_dq, dk, dv, mask.start, mask.anchor, mask.by_key,
-        *_strides(q, kc, vc, dout, own_dq, dk), A, A // G, N, T, Q, tiles, factor, scale,
+        q, kc, vc, dout, lse, delta, dk, dv, mask.start, mask.anchor, mask.by_key,
+        *_strides(q, kc, vc, dout, dk), A, A // G, N, T, Q, tiles, factor, scale,
         S=S, D=D, QUERIES=tiling.queries, KEYS=tiling.keys, EVEN_Q=Q % tiling.queries == 0, EVEN_T=T % tiling.keys == 0,
-        ADD_DQ=tilings.by_query is None, num_warps=tiling.warps, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-    if tilings.by_query is None:
-        return own_dq, dk, dv, dkb, dvb
     tiling, tiles = tilings.by_query, mask.by_query.shape[1]
-    dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     queries_kernel[(tiles * B * A,)](
         q, kc, vc, dout, lse, delta, own_dq, dq, mask.start, mask.anchor, mask.by_query,
         *_strides(q, kc, vc, dout, own_dq, dq), A, A // G, N, T, Q, tiles, factor, scale,

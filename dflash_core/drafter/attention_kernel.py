@@ -55,11 +55,11 @@ def _walk_length(lo, full_lo, full_hi, hi, MASKED: tl.constexpr):
 @triton.jit
 def _attend(accumulator, total, largest, q, k, v, hidden, factor, MASKED: tl.constexpr):
     """One step of the running softmax in powers of two; ``hidden`` [queries, keys] is True where nothing is seen."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(hidden, float("-inf"), scores)
-    new_largest = tl.maximum(largest, tl.max(scores, 1))
-    p = tl.exp2(scores - new_largest[:, None])
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
+    p = tl.exp2(scores * factor - new_largest[:, None])
     correction = tl.exp2(largest - new_largest)
     total = total * correction + tl.sum(p, 1)
     accumulator = accumulator * correction[:, None]
@@ -165,9 +165,9 @@ def own_block_kernel(
 
 @triton.jit
 def _keys_walk(
-    dk, dv, k, v, keys, q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, dq_q, lo, full_lo, full_hi, hi,
-    N, Q, factor, scale,
-    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, EVEN_Q: tl.constexpr, ADD_DQ: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
+    N, Q, factor,
+    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, EVEN_Q: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for i in range(_walk_length(lo, full_lo, full_hi, hi, MASKED)):
         queries = _walked(i, lo, full_lo, full_hi, MASKED) * QUERIES + tl.arange(0, QUERIES)
@@ -187,24 +187,17 @@ def _keys_walk(
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         ds = (p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
-        if ADD_DQ:
-            dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
-            pointers = dq_ptr + queries[:, None] * dq_q + tl.arange(0, D)[None, :]
-            if EVEN_Q:
-                tl.atomic_add(pointers, dq, sem="relaxed")
-            else:
-                tl.atomic_add(pointers, dq, mask=queries[:, None] < Q, sem="relaxed")
     return dk, dv
 
 
 @triton.jit
 def keys_kernel(
-    q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, start_ptr, anchor_ptr, ranges_ptr,
-    q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, do_b, do_a, do_q, dq_b, dq_a, dq_q, dk_b, dk_a, dk_t,
+    q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, start_ptr, anchor_ptr, ranges_ptr,
+    q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, do_b, do_a, do_q, dk_b, dk_a, dk_t,
     A, GROUP, N, T, Q, tiles, factor, scale,
-    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr, ADD_DQ: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [B, A, T, D] of the context, one query head at a time; with ``ADD_DQ`` also its share of dq, added atomically."""
+    """dk and dv [B, T, A, D] of the context, one query head at a time."""
     heads = tl.num_programs(0) // tiles
     tile = tl.program_id(0) // heads  # early keys are seen most
     b, a = (tl.program_id(0) % heads) // A, (tl.program_id(0) % heads) % A
@@ -212,7 +205,7 @@ def keys_kernel(
     keys = tile * KEYS + tl.arange(0, KEYS)
     k = _rows(kc_ptr + b * kc_b + g * kc_g, keys, kc_t, T, D, EVEN_T)
     v = _rows(vc_ptr + b * vc_b + g * vc_g, keys, vc_t, T, D, EVEN_T)
-    q_ptr, do_ptr, dq_ptr = q_ptr + b * q_b + a * q_a, do_ptr + b * do_b + a * do_a, dq_ptr + b * dq_b + a * dq_a
+    q_ptr, do_ptr = q_ptr + b * q_b + a * q_a, do_ptr + b * do_b + a * do_a
     lse_ptr, delta_ptr = lse_ptr + (b * A + a) * Q, delta_ptr + (b * A + a) * Q
     start_ptr, anchor_ptr = start_ptr + b * N, anchor_ptr + b * N
     ranges_ptr += (b * tiles + tile) * 4
@@ -220,12 +213,12 @@ def keys_kernel(
     dk = tl.zeros([KEYS, D], tl.float32)
     dv = tl.zeros([KEYS, D], tl.float32)
     dk, dv = _keys_walk(
-        dk, dv, k, v, keys, q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, dq_q, lo, full_lo, full_hi, hi,
-        N, Q, factor, scale, S, D, QUERIES, EVEN_Q, ADD_DQ, False,
+        dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
+        N, Q, factor, S, D, QUERIES, EVEN_Q, False,
     )  # fmt: skip
     dk, dv = _keys_walk(
-        dk, dv, k, v, keys, q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, dq_q, lo, full_lo, full_hi, hi,
-        N, Q, factor, scale, S, D, QUERIES, EVEN_Q, ADD_DQ, True,
+        dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
+        N, Q, factor, S, D, QUERIES, EVEN_Q, True,
     )  # fmt: skip
     _put_rows(dk_ptr + b * dk_b + a * dk_a, keys, dk_t, T, dk * scale, D, EVEN_T)
     _put_rows(dv_ptr + b * dk_b + a * dk_a, keys, dk_t, T, dv, D, EVEN_T)

@@ -16,11 +16,12 @@ SPAN = 16_384  # elements that one program looks through for the largest magnitu
 
 
 @triton.jit
-def _largest_kernel(x_ptr, bits_ptr, columns, stride, count, SPAN: tl.constexpr, PIECE: tl.constexpr):
+def _largest_kernel(x_ptr, bits_ptr, columns, stride, count, SPAN: tl.constexpr, PIECE: tl.constexpr, DENSE: tl.constexpr):
     largest = tl.zeros([PIECE], tl.float32)
     for piece in range(0, SPAN, PIECE):
         i = tl.program_id(0).to(tl.int64) * SPAN + piece + tl.arange(0, PIECE)
-        x = tl.load(x_ptr + i // columns * stride + i % columns, mask=i < count, other=0.0).to(tl.float32)
+        pointers = x_ptr + i if DENSE else x_ptr + i // columns * stride + i % columns
+        x = tl.load(pointers, mask=i < count, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
     # the bits of numbers that are not negative are ordered as they are, with infinity and NaN at the end
     tl.atomic_max(bits_ptr, tl.max(largest.to(tl.int32, bitcast=True), 0), sem="relaxed")
@@ -55,7 +56,9 @@ def cast_triton(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
     largest = torch.zeros((), dtype=torch.float32, device=x_RC.device)
     scale = torch.empty_like(largest)
     out_RC, out_CR = (torch.empty(shape, dtype=dtype, device=x_RC.device) for shape in ((R, C), (C, R)))
-    _largest_kernel[(-(-x_RC.numel() // SPAN),)](x_RC, largest.view(torch.int32), C, x_RC.stride(0), x_RC.numel(), SPAN=SPAN, PIECE=4096, num_warps=8)
+    _largest_kernel[(-(-x_RC.numel() // SPAN),)](
+        x_RC, largest.view(torch.int32), C, x_RC.stride(0), x_RC.numel(), SPAN=SPAN, PIECE=4096, DENSE=x_RC.stride(0) == C, num_warps=8
+    )  # fmt: skip
     _cast_kernel[(-(-R // ROWS), -(-C // COLUMNS))](
         x_RC, largest, out_RC, out_CR, scale, R, C, x_RC.stride(0), torch.finfo(dtype).max, torch.finfo(torch.float32).tiny,
         ROWS=ROWS, COLUMNS=COLUMNS, EVEN=R % ROWS == 0 and C % COLUMNS == 0, num_warps=NUM_WARPS,

@@ -151,12 +151,12 @@ def test_the_frozen_head_gets_no_gradient():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"labels_M": torch.zeros(5, dtype=torch.int64)}, {"weight_VH": torch.zeros(9, 3)}, {"chunk_slots": 0}, {"max_labelled": 0}]
+    "wrong", [{"labels_M": torch.zeros(5, dtype=torch.int64)}, {"head": torch.zeros(9, 3)}, {"chunk_slots": 0}, {"max_labelled": 0}]
 )
 def test_arguments_that_do_not_fit_are_refused_with_what_was_found(wrong):
     arguments = {
         "hidden_MH": torch.zeros(6, 4),
-        "weight_VH": torch.zeros(9, 4),
+        "head": torch.zeros(9, 4),
         "labels_M": torch.zeros(6, dtype=torch.int64),
         "chunk_slots": 2,
     } | wrong

@@ -36,11 +36,12 @@ def test_kernel_compiles_for_hopper_with_wide_loads_and_no_spills(softcap):
     from dflash_core.objective import softmax_kernel
 
     pointers = {"logits_ptr": "*bf16", "gradient_ptr": "*bf16", "labels_ptr": "*i64", "nll_ptr": "*fp32", "hit_ptr": "*i1"}
-    numbers = {"logits_stride": "i32", "gradient_stride": "i32", "softcap": "fp32"}
+    numbers = {"logits_stride": "i32", "gradient_stride": "i32", "softcap": "fp32", "softmax_scale": "fp32"}
     constants = {
         "VOCABULARY": 151_936,
         "HAS_SOFTCAP": softcap,
         "WANT_GRADIENT": True,
+        "ONE_HOT": True,
         "BLOCK": softmax_kernel.BLOCK,
     }
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
