@@ -172,6 +172,9 @@ class TrainingConfig(Section):
         "auto",
         description="Attention on CUDA: this project's fused kernels or torch's flex_attention; auto takes the kernels where they fit. Dense on CPU.",
     )
+    activation_checkpointing: bool = Field(
+        False, description="Keep only the input of each draft layer and run it again in the backward pass: less memory, a third more time."
+    )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile of the drafter; auto compiles on CUDA.")
     cuda_graphs: bool = Field(
         False, description="Launch each step as CUDA graphs: frees the processor, which many GPUs in one process share. Needs CUDA devices."

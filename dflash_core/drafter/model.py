@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from dflash_core.drafter.attention import IntervalMask, block_attention
 from dflash_core.drafter.cache import DrafterCache
@@ -161,6 +162,7 @@ class DFlashDrafter(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
+        self.activation_checkpointing = False  # in training: keep the layers' inputs alone, and run each layer again in the backward pass
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_layers)])
@@ -232,12 +234,19 @@ class DFlashDrafter(nn.Module):
         context_BTH = self.context(features_BTF)
         x_BQH = block_embeddings_BQH.to(context_BTH.dtype)
         for layer in self._draft_layers():
-            attention, context = layer.self_attn, layer.self_attn.keys_values(context_BTH, context_rotation)
 
-            def attend(q: Tensor, block: KeysValues, attention: Attention = attention, context: KeysValues = context) -> Tensor:
-                return attention.attend(q, context, block, mask)
+            def through(x_BQH: Tensor, context_BTH: Tensor, layer: DraftLayer = layer) -> Tensor:
+                context = layer.self_attn.keys_values(context_BTH, context_rotation)
 
-            x_BQH = layer(x_BQH, block_rotation, attend)
+                def attend(q: Tensor, block: KeysValues) -> Tensor:
+                    return layer.self_attn.attend(q, context, block, mask)
+
+                return cast(Tensor, layer(x_BQH, block_rotation, attend))
+
+            if self.activation_checkpointing:
+                x_BQH = checkpoint(through, x_BQH, context_BTH, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BQH = through(x_BQH, context_BTH)
         return self.norm(x_BQH)
 
     def context(self, features_BTF: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ class Replica:
         self.staging: Staging | None = None  # on CUDA, from warm-up on
         self._learning_rate = torch.zeros((), device=device)
         self.drafter = DFlashDrafter(drafter_config).to(device=device, dtype=precision)
+        self.drafter.activation_checkpointing = training.activation_checkpointing
         self._head: Tensor | Fp8Head = vocabulary.head_weight
         if training.precision == "fp8":
             self.drafter.use_fp8()

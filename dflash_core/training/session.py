@@ -51,7 +51,7 @@ OPERATIONAL = {
 
 # Settings that change how a run is executed, but not its course: they may differ when it is resumed.
 _FREE = {
-    "training": {"devices", "rows_per_microstep", "accumulation_steps", "compile", "epochs", "max_steps", *OPERATIONAL},
+    "training": {"devices", "rows_per_microstep", "accumulation_steps", "activation_checkpointing", "compile", "epochs", "max_steps", *OPERATIONAL},
     "objective": {"chunk_slots"},
     "drafter": {"initial_checkpoint"},
 }

@@ -49,3 +49,21 @@ def test_a_block_mask_made_outside_the_compiled_drafter_needs_one_graph_too(mask
         for seed in (1, 2):
             torch.testing.assert_close(call(*arguments(seed, mask)), drafter(*arguments(seed, "dense")), rtol=1e-4, atol=1e-4)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activation_checkpointing_gives_the_same_values_and_gradients_from_fewer_kept_tensors(compiled: bool) -> None:
+    kept, results = [], []
+    for checkpointing in (False, True):
+        drafter = small_drafter(num_layers=2)
+        drafter.activation_checkpointing = checkpointing
+        call = torch.compile(drafter, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else drafter
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor.numel()) or tensor, lambda tensor: tensor):
+            hidden = call(*arguments(1, "dense"))
+        kept.append(sum(saved))
+        hidden.pow(2).sum().backward()
+        results.append([hidden.detach(), *(parameter.grad for parameter in drafter.parameters())])
+    for plain, checkpointed in zip(*results, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
+    assert kept[1] < kept[0]

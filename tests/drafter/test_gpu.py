@@ -39,15 +39,19 @@ def error(found: Tensor | None, exact: Tensor | None) -> float:
     return float((found.detach().float() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "build"), [(torch.float32, dflash_block_mask), (torch.bfloat16, dflash_block_mask), (torch.bfloat16, interval_mask)]
 )
-def test_the_compiled_drafter_is_as_exact_as_the_dense_one_in_values_and_gradients(dtype: torch.dtype, build: Callable[..., Any]) -> None:
+def test_the_compiled_drafter_is_as_exact_as_the_dense_one_in_values_and_gradients(
+    dtype: torch.dtype, build: Callable[..., Any], checkpointing: bool
+) -> None:
     torch.set_float32_matmul_precision("highest")
     S, T, N = 16, 520, 48
     config = drafter_config(hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=64, block_size=S)
     flex, dense, exact = (DFlashDrafter(config).init_weights(0).to("cuda", dtype) for _ in range(3))
     exact.float()
+    flex.activation_checkpointing = checkpointing
     call = torch.compile(flex, fullgraph=True, dynamic=False)
     torch._dynamo.utils.counters.clear()
     for seed in (1, 2, 3):
