@@ -4,9 +4,10 @@
         ...                              # in each thread: with guard.explained("replica 1"): ...
 
 Three nets, because each has a hole. The stance ``fail_on_recompile`` refuses forward recompilations and names the guard that failed, but
-lets a lazily compiled backward pass. The start callback fires for both and vetoes by raising, except in the instant in which another veto
-is under way. The counters compared at the end see what slipped through. A refused compile fails in its own thread only; calls of what was
-compiled in warm-up go on working in all threads.
+lets a lazily compiled backward pass. Where torch announces a compilation of either kind to its callbacks, the guard steps in and vetoes by
+raising; a callback alone would not do, because torch does not call it while another compilation, or another veto, is under way. The counters
+compared at the end see what slipped through. A refused compile fails in its own thread only; calls of what was compiled in warm-up go on
+working in all threads. All this is of the whole process: workers, targets and evaluators alike.
 
 Guard misses that have no cause (engine notes: lookups of a code object with several entries, from several threads) cannot happen: each
 replica compiles a code object of its own (``own_code``), which so has one entry, and the lookup's move-to-front is off where torch allows.
@@ -21,11 +22,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo.utils
 from torch import Tensor
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from dflash_core.errors import LateCompilationError
 
@@ -70,13 +72,13 @@ class CompileGuard:
 
     def __enter__(self) -> CompileGuard:
         self._graphs_before = compiled_graphs()
-        torch._dynamo.callback.on_compile_start(self._veto)
+        vars(callback_handler)["install_callbacks"] = self._veto  # in the place of the method, which counts and calls only for the first
         torch.compiler.set_stance("fail_on_recompile")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> None:
         torch.compiler.set_stance("default")
-        torch._dynamo.callback.callback_handler.remove_start_callback(self._veto)
+        del vars(callback_handler)["install_callbacks"]
         slipped = compiled_graphs() - self._graphs_before
         if slipped and error is None:
             raise LateCompilationError(f"{slipped} graphs were compiled after warm-up in spite of the guard. {_REMEDY}")
@@ -92,8 +94,8 @@ class CompileGuard:
                 raise
             raise LateCompilationError(f"{refused} {_REMEDY}") from error
 
-    def _veto(self, arguments: Any) -> None:
-        refused = _describe_compilation(arguments)
+    def _veto(self, trigger: CallbackTrigger, compile_id: str) -> NoReturn:
+        refused = _describe_compilation(trigger, compile_id)
         self.refused.append(refused)
         raise _VetoError(refused)
 
@@ -158,11 +160,10 @@ def _describe_recompilation(error: BaseException, match: re.Match[str]) -> Refus
     return RefusedCompilation(f"{match['function']} ({match['file']}:{match['line']})", reason, shapes, threading.current_thread().name)
 
 
-def _describe_compilation(arguments: Any) -> RefusedCompilation:
+def _describe_compilation(trigger: CallbackTrigger, compile_id: str) -> RefusedCompilation:
     """From the stack of the thread that is about to compile: what, for a forward or for a lazy backward."""
     thread = threading.current_thread().name
-    compile_id = getattr(arguments, "compile_id", "?")
-    backward = getattr(getattr(arguments, "callback_trigger", None), "name", "") == "LAZY_BACKWARD"
+    backward = trigger == CallbackTrigger.LAZY_BACKWARD
     function, shapes = f"graph {compile_id}", "unknown arguments"
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

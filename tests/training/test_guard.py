@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch._dynamo.callback import callback_handler
 
 from dflash_core.errors import LateCompilationError
 from dflash_core.training.guard import CompileGuard, compiled_graphs, own_code, prepare_for_threads
@@ -74,6 +75,20 @@ def test_a_backward_that_did_not_run_in_warm_up_is_refused() -> None:
     assert "the backward of forward_only" in str(error)
     assert "its backward did not run in warm-up" in str(error)
     assert "[4, 8]" in str(error)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_what_compiles_while_another_veto_is_under_way_is_refused_too(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    function = compiled(shift, "second")
+    loss = function(*arguments()).sum()
+    counter = "_CompilationCallbackHandler__pending_callbacks_counter"  # torch counts compilations under way, and calls nobody for the second
+    monkeypatch.setattr(callback_handler, counter, getattr(callback_handler, counter) + 1)
+    with CompileGuard() as guard:
+        late = compiled(scale, "second")
+        error = in_thread(loss.backward if what == "backward" else lambda: late(*arguments()), guard)
+    assert isinstance(error, LateCompilationError)
+    assert "second" in str(error)
+    assert len(guard.refused) == 1
 
 
 def test_while_one_thread_is_refused_the_others_go_on_with_what_is_compiled() -> None:
