@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -305,12 +305,20 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
 
 
+Config = TypeVar("Config", bound=PipelineConfig)
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a YAML file, apply overrides such as ``training.max_steps=50`` and check it.
 
     Raises:
         ConfigError: the file is missing, not YAML, or a setting is wrong; names file, field path, value and remedy.
     """
+    return parse_config(read_tree(path, overrides), str(path))
+
+
+def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The mapping in a YAML file with overrides applied, unchecked. Raises ``ConfigError``: no such file, not YAML, no mapping."""
     source = str(path)
     try:
         tree = _yaml().load(Path(path).read_text(encoding="utf-8"))
@@ -324,15 +332,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
         )
     for override in overrides:
         _apply_override(tree, override)
-    return parse_config(tree, source)
+    return tree
 
 
 def parse_config(tree: Mapping[str, Any], source: str = "config") -> PipelineConfig:
     """Check a nested mapping. Raises ``ConfigError`` as ``load_config`` does."""
+    return parse_as(PipelineConfig, tree, source)
+
+
+def parse_as(model: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
+    """Check a nested mapping as another kind of configuration. Raises ``ConfigError`` as ``load_config`` does."""
     try:
-        return PipelineConfig.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(source, list(_problems(error))) from error
+        raise ConfigError(source, list(_problems(error, model))) from error
 
 
 def _yaml() -> YAML:
@@ -354,7 +367,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
                 here = ".".join(keys[:depth])
-                raise ConfigError("--set", [Problem(path, value, f"{here} is a list of {len(node)}", f"Use an index from 0 to {len(node) - 1}")])
+                remedy = f"Use an index from 0 to {len(node) - 1}" if node else f"Set the whole list: {here}=[…]"
+                raise ConfigError("--set", [Problem(path, value, f"{here} is a list of {len(node)}", remedy)])
             place = int(key)
         if depth == len(keys) - 1:
             node[place] = value
@@ -365,7 +379,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node = node[place]
 
 
-def _problems(error: ValidationError) -> Iterator[Problem]:
+def _problems(error: ValidationError, model: type[Section]) -> Iterator[Problem]:
     items = error.errors()
     for item in items:
         if item["type"] == "cross_field":
@@ -376,7 +390,7 @@ def _problems(error: ValidationError) -> Iterator[Problem]:
             continue  # only short of the items that are refused themselves
         location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
         path = ".".join(str(part) for part in location)
-        yield Problem(path, None if item["type"] == "missing" else item["input"], _message(item), _remedy(location, item))
+        yield Problem(path, None if item["type"] == "missing" else item["input"], _message(item), _remedy(model, location, item))
 
 
 def _message(item: Mapping[str, Any]) -> str:
@@ -384,21 +398,20 @@ def _message(item: Mapping[str, Any]) -> str:
     return messages.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
 
 
-def _remedy(location: Sequence[str | int], item: Mapping[str, Any]) -> str:
+def _remedy(model: type[Section], location: Sequence[str | int], item: Mapping[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
-        parent = _field_model(location[:-1])
+        parent = _field_model(model, location[:-1])
         known = list(parent.model_fields) if parent else []
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
         return f"Did you mean '{close[0]}'?" if close else f"Known here: {', '.join(known)}"
-    parent = _field_model(location[:-1])
+    parent = _field_model(model, location[:-1])
     field = parent.model_fields.get(str(location[-1])) if parent else None
     meaning = f"Meaning: {field.description}" if field and field.description else "Correct the value"
     return f"Add it. {meaning}" if item["type"] == "missing" else meaning
 
 
-def _field_model(location: Sequence[str | int]) -> type[Section] | None:
-    """The section class at a location of the tree, or None where the location leads elsewhere."""
-    model: type[Section] = PipelineConfig
+def _field_model(model: type[Section], location: Sequence[str | int]) -> type[Section] | None:
+    """The section class at a location below ``model``, or None where the location leads elsewhere."""
     for part in location:
         if isinstance(part, int):
             continue

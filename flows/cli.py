@@ -64,6 +64,23 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 @told
+def retrain(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train on the prompts that have arrived, from the champion on, and promote the new drafter if it is better.
+
+    CONFIG has a section 'retrain'.
+    """
+    from flows.here import retrain_here
+    from flows.services import use_running_services
+
+    use_running_services()
+    outcome = retrain_here(config, overrides or [])
+    for reason in outcome.get("reasons", ()):
+        print(reason)
+    print(outcome.get("summary", "Too few new prompts: nothing was done."))
+
+
+@app.command()
+@told
 def plan(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show what would run, what is cached, and how much disk, memory and time it takes, without doing it."""
     from flows.plan import show_plan
@@ -75,9 +92,9 @@ def plan(config: ConfigPath, overrides: Overrides = None) -> None:
 @told
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check a configuration file. Rules that need files, devices, the target or the data are checked by 'plan'."""
-    from dflash_core.config import load_config
+    from dflash_core.retrain.config import load_any_config
 
-    loaded = load_config(config, overrides or [])
+    loaded = load_any_config(config, overrides or [])
     print(f"{config}: valid (run '{loaded.run.name}', target {loaded.target.model}, digest {loaded.digest[:12]})")
 
 
@@ -86,7 +103,9 @@ def validate(config: ConfigPath, overrides: Overrides = None) -> None:
 def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
-    drafter: Annotated[Path | None, typer.Option(help="An exported drafter's folder. Default: the drafter that CONFIG has trained.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="A folder, 'champion', or the number of a registered version. Default: what CONFIG has trained.")
+    ] = None,
 ) -> None:
     """Measure a drafter on the held-out prompts of CONFIG: losslessness, acceptance and speed."""
     from flows.one_stage import evaluate as evaluate_here
@@ -179,9 +198,10 @@ def submit(
 @told
 def annotate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Print the whole configuration as YAML, every key with its meaning, type and default."""
-    from dflash_core.config import annotated_yaml, load_config
+    from dflash_core.config import annotated_yaml
+    from dflash_core.retrain.config import load_any_config
 
-    print(annotated_yaml(load_config(config, overrides or [])), end="")
+    print(annotated_yaml(load_any_config(config, overrides or [])), end="")
 
 
 @shards_app.command()

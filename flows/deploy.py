@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from dflash_core.config import PipelineConfig, load_config
+from dflash_core.config import PipelineConfig
 from dflash_core.errors import DFlashError
+from dflash_core.retrain.config import load_any_config
 from dflash_core.stages import atomic_write
 from flows.server import ServerError, answers, configured_url
 from flows.services import POOL, ROOT
@@ -69,7 +70,7 @@ def submit(path: Path, overrides: Sequence[str], deployment: str, watch: bool) -
         ServerError: no Prefect server is named, or it does not answer.
         DeploymentError: Prefect refuses, or the run that was watched did not complete.
     """
-    config, url = load_config(path, overrides), _server()
+    config, url = load_any_config(path, overrides), _server()
     if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
         from dflash_core.plan import Plan
 
@@ -97,7 +98,7 @@ def with_current_parameters(text: str) -> str:
 
     def block(match: re.Match[str]) -> str:
         indent, path = match.groups()
-        body = yaml.safe_dump(parameters_of(load_config(ROOT / path)), sort_keys=False, width=140, allow_unicode=True)
+        body = yaml.safe_dump(parameters_of(load_any_config(ROOT / path)), sort_keys=False, width=140, allow_unicode=True)
         return f"{indent}parameters:  # {path}\n" + textwrap.indent(body, indent + "  ")
 
     return _PARAMETERS.sub(block, text)

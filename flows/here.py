@@ -1,15 +1,19 @@
-"""Run a flow in this process, with a console that shows it: what ``dflashctl run`` does."""
+"""Run a flow in this process, with a console that shows it: what ``dflashctl run`` and ``dflashctl retrain`` do."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import ConfigError
+from dflash_core.retrain.config import load_retrain_config
 from flows.server import prefect_api
+
+Result = TypeVar("Result")
 
 _QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",  # the console has its own show; the server gets all logs
@@ -26,6 +30,32 @@ def run_here(path: Path, overrides: Sequence[str]) -> Path:
         KeyboardInterrupt: of the user, after what runs has saved its work.
     """
     config = load_config(path, overrides)
+
+    def flow() -> Path:
+        from flows.train_drafter import train_drafter
+
+        return train_drafter(config)
+
+    return _run(flow, config, path)
+
+
+def retrain_here(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Check the configuration and run 'retrain-drafter'. Returns ``summary``, ``promoted``, ``version`` and ``reasons``; nothing where too little is new.
+
+    Raises as ``run_here`` does.
+    """
+    config = load_retrain_config(path, overrides)
+
+    def flow() -> dict[str, Any]:
+        from flows.retrain_drafter import retrain_drafter
+
+        outcome: Any = retrain_drafter(config)  # the data of the state that it returns
+        return dict(outcome)
+
+    return _run(flow, config, path)
+
+
+def _run(flow: Callable[[], Result], config: PipelineConfig, path: Path) -> Result:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -38,17 +68,16 @@ def run_here(path: Path, overrides: Sequence[str]) -> Path:
 
     with prefect_api(meanwhile=check):
         try:
-            return _run(config)
+            return _shown(flow)
         except ConfigError as error:
             raise ConfigError(str(path), error.problems) from error  # the flow knows the settings, not the file they are from
 
 
-def _run(config: PipelineConfig) -> Path:
+def _shown(flow: Callable[[], Result]) -> Result:
     from prefect.exceptions import TerminationSignal
     from prefect.logging.configuration import setup_logging
 
     from flows.console import console_watcher
-    from flows.train_drafter import train_drafter
     from tasks.progress import watcher
 
     setup_logging()
@@ -56,7 +85,7 @@ def _run(config: PipelineConfig) -> Path:
         logging.getLogger(name).propagate = False  # an error reaches the user once, from the command line, not as a traceback
     token = watcher.set(console_watcher())
     try:
-        return train_drafter(config)
+        return flow()
     except TerminationSignal as signal:
         raise KeyboardInterrupt from signal  # told to end from outside: to the user the same as Ctrl-C
     finally:

@@ -11,15 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.config import load_config
-from dflash_core.data import SampleTable
-from dflash_core.drafter import load_checkpoint, target_problems, verify_export
-from dflash_core.errors import CheckpointError, DFlashError, InputError, Problem
-from dflash_core.evaluation import EvaluationResult, weights_digest
-from dflash_core.evaluation import evaluate_drafter as decode_heldout_prompts
+from dflash_core.drafter import verify_export
+from dflash_core.errors import DFlashError, InputError, Problem
+from dflash_core.evaluation import EvaluationResult
 from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.plan import Plan
 from flows.console import console_watcher
-from tasks.evaluate import acceptance_table
+from tasks.evaluate import acceptance_table, evaluate_folder, find_drafter
 from tasks.progress import ProgressTeller
 
 
@@ -27,8 +25,8 @@ class StageMissingError(DFlashError):
     """A stage that has to be done first. Names it and the command."""
 
 
-def evaluate(path: Path, overrides: Sequence[str], drafter: Path | None) -> Path:
-    """Decode held-out prompts with the trained drafter, or with that of a folder, and print what was measured.
+def evaluate(path: Path, overrides: Sequence[str], drafter: str | None) -> Path:
+    """Decode held-out prompts with the trained drafter, or another (see ``find_drafter``), and print what was measured.
 
     Returns:
         The folder with ``evaluation.json`` and a line for each prompt in ``prompts.jsonl``.
@@ -37,14 +35,16 @@ def evaluate(path: Path, overrides: Sequence[str], drafter: Path | None) -> Path
         StageMissingError: the samples, or the trained drafter, are not there yet.
         CheckpointError: the folder holds no drafter, or one for another target.
     """
-    plan = Plan(load_config(path, overrides), str(path))
+    config = load_config(path, overrides)
+    plan = Plan(config, str(path))
     _require(plan, path, "samples" if drafter else "train")
+    found = find_drafter(config, drafter) if drafter else None
     watcher = console_watcher()
     watcher.begin("evaluate")
     teller = ProgressTeller("evaluate", watcher)
     try:
         with teller.running():
-            folder = run_stage(plan, "evaluate", progress=teller).folder if drafter is None else _evaluate_folder(plan, drafter, teller)
+            folder = run_stage(plan, "evaluate", progress=teller).folder if found is None else evaluate_folder(plan, found, teller)
         teller.outcome = f"see {folder / 'evaluation.json'}"
     finally:
         watcher.end("evaluate", teller.outcome)
@@ -76,7 +76,7 @@ def print_evaluation(result: EvaluationResult) -> None:
     """Print losslessness, acceptance and speed."""
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "trained", "untrained"):
+    for heading in ("", "after training", "before training"):
         table.add_column(heading, justify="right" if heading else "left")
     for row in acceptance_table(result):
         table.add_row(*row.values())
@@ -85,18 +85,6 @@ def print_evaluation(result: EvaluationResult) -> None:
     beyond = f", {result.diverged_beyond_noise} beyond the noise of rounding" if result.diverged else ""
     console.print(f"lossless on {result.lossless:.1%} of {result.prompts} prompts ({result.diverged} diverged{beyond})")
     console.print(f"{trained.tokens_per_second:,.1f} tokens/s, {trained.baseline_tokens_per_second:,.1f} without the drafter: {trained.speedup:.2f}×")
-
-
-def _evaluate_folder(plan: Plan, folder: Path, progress: ProgressTeller) -> Path:
-    drafter = load_checkpoint(folder)
-    if problems := list(target_problems(drafter.config, plan.info)):
-        raise CheckpointError("\n  ".join([f"{folder} is not a drafter for {plan.info.name}:", *problems]))
-    evaluation = plan.config.evaluation
-    destination = plan.run_folder / "evaluations" / weights_digest(drafter)[:12]
-    heldout = SampleTable.open(plan.folder("samples") / "heldout.parquet")
-    target = plan.target_model(evaluation.dtype, evaluation.device)
-    decode_heldout_prompts(plan.config, target, drafter, heldout, destination, progress=progress)
-    return destination
 
 
 def _require(plan: Plan, path: Path, name: str) -> None:

@@ -33,12 +33,17 @@ def train_drafter(config: PipelineConfig) -> Path:
         Path of ``summary.json`` in the run's folder.
     """
     with Run.open(config) as run:
-        fetch_target(run)
-        build_responses(run)
-        write_samples(run)
-        extract_shards(run)
-        warm_up(run)
-        train(run)
-        evaluate_drafter(run)
-        export_drafter(run)
-        return summarise(run)
+        return run_stages(run)
+
+
+def run_stages(run: Run) -> Path:
+    """All stages of a run, in order, and its summary; returns the path of that."""
+    fetch_target(run)
+    build_responses(run)
+    write_samples(run)
+    extract_shards(run)
+    warm_up(run)
+    train(run)
+    evaluate_drafter(run)
+    export_drafter(run)
+    return summarise(run)

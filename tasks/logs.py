@@ -35,12 +35,13 @@ class FlowRunLogHandler(logging.Handler):
 
 @contextlib.contextmanager
 def flow_run_logs() -> Iterator[None]:
-    """Send logs to the flow run of the caller, if there is one, while inside."""
-    if FlowRunContext.get() is None:
+    """Send logs to the flow run of the caller, if there is one, while inside. Within another such block they are sent already."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    sent = any(isinstance(handler, FlowRunLogHandler) for logger in loggers for handler in logger.handlers)
+    if FlowRunContext.get() is None or sent:
         yield
         return
     handler = FlowRunLogHandler()
-    loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)

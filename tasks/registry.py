@@ -152,6 +152,11 @@ class Registry:
                 raise
 
 
+def fetched(registry: Registry, version: Version, workspace: Path) -> Path:
+    """A version's folder on this machine, kept in the workspace."""
+    return registry.fetch(version, workspace / "registered" / version.name / version.number)
+
+
 def _version(found: Any) -> Version:
     tags = dict(found.tags)
     return Version(found.name, str(found.version), found.source, found.run_id or None, tags.get("dflash.logged_model", ""), tags)

@@ -95,12 +95,13 @@ class Run:
         finally:
             self.watcher.end(name, teller.outcome)
 
-    def publish(self, artifact: Callable[[], object]) -> None:
-        """Create a Prefect artifact; a server that is away costs the artifact, not the run."""
-        try:
-            artifact()
-        except Exception as error:
-            logger.warning("An artifact was not published: %s", error)
+
+def publish(artifact: Callable[[], object]) -> None:
+    """Create a Prefect artifact; a server that is away costs the artifact, not the run."""
+    try:
+        artifact()
+    except Exception as error:
+        logger.warning("An artifact was not published: %s", error)
 
 
 def as_state(result: StageResult) -> State[dict[str, Any]]:

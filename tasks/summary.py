@@ -10,13 +10,13 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.evaluation import EvaluationResult
-from dflash_core.evaluation.plots import write_plots
+from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of, write_summary
 from dflash_core.training import read_metrics
 from tasks.progress import duration
 from tasks.registry import Version
-from tasks.run import Run
+from tasks.run import Run, publish
 from tasks.tracker import flat_params
 
 REPORT = "report.html"
@@ -27,7 +27,7 @@ def summarise(run: Run) -> Path:
     path = write_summary(run.plan, run.results, mlflow_run_id=run.tracker.run_id)
     summary = json.loads(path.read_text(encoding="utf-8"))
     metrics, evaluation = read_metrics(run.results["train"].folder / "metrics.jsonl"), evaluation_of(run.results["evaluate"].folder)
-    write_plots(path.parent / "plots", metrics, evaluation)
+    write_picture(path.parent / "plots" / "report.png", metrics, evaluation)
     links = links_of(run)
     write_report(path.parent / REPORT, report_of(run, summary, metrics, evaluation, links))
     for artifact, folder in ((path.parent / "plots", "plots"), (path.parent / REPORT, None), (path, None)):
@@ -35,7 +35,7 @@ def summarise(run: Run) -> Path:
     run.tracker.log_metrics(training_figures(metrics))
     markdown = in_markdown(summary, links, run.version)
     run.tracker.log_text(markdown, "summary.md")
-    run.publish(lambda: create_markdown_artifact(markdown, key="summary", description=f"Run {run.plan.config.run.name}"))
+    publish(lambda: create_markdown_artifact(markdown, key="summary", description=f"Run {run.plan.config.run.name}"))
     return path
 
 
@@ -114,7 +114,7 @@ def in_markdown(summary: Mapping[str, Any], links: Mapping[str, str], version: V
         f"| decoding | {speed['decoding']:,.1f} tokens/s, {speed['decoding_without_drafter']:,.1f} without the drafter |",
         f"| training | {speed['training']:,.0f} tokens/s |",
         f"| drafter | `{summary['export_path']}` |",
-        f"| registered as | {_linked(str(version or 'not registered'), links.get('model'))} |",
+        f"| registered as | {linked(str(version or 'not registered'), links.get('model'))} |",
         f"| MLflow | {_mlflow(summary['mlflow_run_id'], links)} |",
         "",
         "| stage | seconds | |",
@@ -128,8 +128,9 @@ def _mlflow(run_id: str | None, links: Mapping[str, str]) -> str:
     if run_id is None:
         return "not recorded"
     report = f", [report]({links['report']})" if "report" in links else ""
-    return (_linked(run_id, links["run"]) if "run" in links else f"run `{run_id}`") + report
+    return (linked(run_id, links["run"]) if "run" in links else f"run `{run_id}`") + report
 
 
-def _linked(text: str, address: str | None) -> str:
+def linked(text: str, address: str | None) -> str:
+    """Text as a markdown link, where there is an address."""
     return f"[{text}]({address})" if address else text

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from dflash_core.checks import check_environment, check_schedule, check_target
 from dflash_core.config import PipelineConfig, annotated_yaml, load_config
 from dflash_core.errors import ConfigError
+from dflash_core.retrain import load_any_config
 from dflash_core.target import TargetInfo
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -60,9 +61,9 @@ def test_invalid_config_is_refused_with_field_value_and_remedy(path: Path) -> No
 
 @pytest.mark.parametrize("path", [*VALID, *SHIPPED], ids=lambda path: path.stem)
 def test_annotated_yaml_loads_back_to_the_same_config(path: Path, tmp_path: Path) -> None:
-    config = load_config(path)
+    config = load_any_config(path)
     (tmp_path / "annotated.yaml").write_text(annotated_yaml(config))
-    assert load_config(tmp_path / "annotated.yaml") == config
+    assert load_any_config(tmp_path / "annotated.yaml") == config
 
 
 def test_annotation_gives_every_key_its_meaning_type_and_default() -> None:
@@ -116,6 +117,11 @@ def test_an_override_below_a_list_item_that_has_nothing_below_it_is_refused_by_n
     with pytest.raises(ConfigError) as caught:
         load_config(CONFIGS / "valid" / "minimal.yaml", ["training.devices=[cpu]", "training.devices.0.index=1"])
     assert [problem.path for problem in caught.value.problems] == ["training.devices.0"]
+
+
+def test_an_override_into_an_empty_list_says_to_set_the_list() -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources is a list of 0\. Set the whole list: data\.sources=\[…\]"):
+        load_config(CONFIGS / "valid" / "minimal.yaml", ["data.sources=[]", "data.sources.0.limit=3"])
 
 
 def test_the_later_override_wins() -> None:

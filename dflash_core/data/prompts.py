@@ -14,7 +14,7 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -29,6 +29,7 @@ from dflash_core.data.rows import COLUMNS, EXTRA_COLUMNS, RowError, parse_row
 from dflash_core.data.types import Conversation, Message
 from dflash_core.errors import DataError, Problem
 
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 MAX_LINE_BYTES = 64 * 2**20
 _PARQUET_BATCH = 1024
 
@@ -83,16 +84,19 @@ def _open(source: PromptSource) -> Rows:
         return _builtin_rows(name)
     if name.startswith("hf://"):
         return _hub_rows(source)
-    readers: dict[str, Callable[[Path], Rows]] = {".jsonl": _jsonl_rows, ".jsonl.gz": _jsonl_rows, ".parquet": _parquet_rows}
-    reader = next((read for suffix, read in readers.items() if name.lower().endswith(suffix)), None)
-    if reader is None:
-        known = f"{', '.join(readers)}, hf://owner/dataset or {', '.join(BUILTIN_SOURCES)}"
+    if not name.lower().endswith(SUFFIXES):
+        known = f"{', '.join(SUFFIXES)}, hf://owner/dataset or {', '.join(BUILTIN_SOURCES)}"
         raise _error(name, name, "is not a kind of source that is known", f"Use {known}")
     path = Path(name)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "there is no such file"
         raise _error(name, name, found, f"Correct the path (the working folder is {Path.cwd()})")
-    return reader(path)
+    return read_file(path)
+
+
+def read_file(path: Path) -> Rows:
+    """The rows of a file of one of ``SUFFIXES``. Raises ``DataError`` where the file as a whole cannot be read."""
+    return _parquet_rows(path) if path.name.lower().endswith(".parquet") else _jsonl_rows(path)
 
 
 def _builtin_rows(name: str) -> Rows:
@@ -114,7 +118,7 @@ def _jsonl_rows(path: Path) -> Rows:
                     _skip_line(file, line)
                     yield where, Problem(where, line[:100], f"the line is longer than {MAX_LINE_BYTES} bytes", "Split it; one conversation a line")
                 elif line.strip():
-                    yield where, _parse_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
+                    yield where, read_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise _error(f"{path}:{number + 1}", str(path), f"is not a whole gzip file: {error}", "Write the file again") from error
 
@@ -124,7 +128,8 @@ def _skip_line(file: IO[bytes], line: bytes) -> None:
         line = file.readline(MAX_LINE_BYTES)
 
 
-def _parse_line(line: bytes, where: str) -> object:
+def read_line(line: bytes, where: str) -> object:
+    """The JSON value of a line, or a ``Problem`` where it has none."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

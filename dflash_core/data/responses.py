@@ -120,6 +120,12 @@ def normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
+def fingerprint_of(conversation: Conversation, *, with_responses: bool) -> bytes:
+    """sha256 of what is said, the same for conversations that repeat each other. ``with_responses``: what the assistant says counts too."""
+    compared = [message for message in conversation.messages if with_responses or message.role != "assistant"]
+    return hashlib.sha256(json.dumps([(message.role, normalised(message.content)) for message in compared]).encode()).digest()
+
+
 def _select(config: PipelineConfig, tokenizer: Any, rejected: RejectLog) -> tuple[list[Conversation], int]:
     """The usable conversations without repetitions, and the number of repetitions. All checks that need no target are here."""
     keep = config.data.regenerate == "never"
@@ -127,8 +133,7 @@ def _select(config: PipelineConfig, tokenizer: Any, rejected: RejectLog) -> tupl
     seen: set[bytes] = set()
     duplicates = 0
     for conversation in read_prompts(config.data, rejected):
-        compared = conversation.messages if keep else [message for message in conversation.messages if message.role != "assistant"]
-        fingerprint = hashlib.sha256(json.dumps([(message.role, normalised(message.content)) for message in compared]).encode()).digest()
+        fingerprint = fingerprint_of(conversation, with_responses=keep)
         if fingerprint in seen:
             duplicates += 1
             continue

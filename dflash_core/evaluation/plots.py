@@ -1,6 +1,6 @@
-"""Pictures of a run as PNG files: one per subject for the tracker, and one that tells all of it for the README.
+"""Pictures of a run: its charts for a page of HTML, and one PNG file that tells the most of it for the README.
 
-    write_plots(folder, training.read_metrics(train_folder / "metrics.jsonl"), result)
+    write_picture(folder / "report.png", training.read_metrics(train_folder / "metrics.jsonl"), result)
 
 Needs matplotlib (the extra ``pipeline``), which the rest of the core does without.
 """
@@ -41,21 +41,11 @@ from dflash_core.stages import atomic_write
 _VARIABLES = {INK: "ink", FAINT: "faint", LIGHT: "light", BLUE: "blue", ORANGE: "orange", GREEN: "green", GREY: "grey"}
 
 
-def write_plots(folder: Path, metrics: Metrics, result: EvaluationResult) -> dict[str, Path]:
-    """Draw loss, acceptance per position, throughput, memory and the report; returns their paths by name."""
-    panels: dict[str, Callable[[Any], None]] = {
-        "loss": lambda axes: draw_loss(axes, metrics),
-        "acceptance": lambda axes: draw_acceptance(axes, result),
-        "throughput": lambda axes: draw_throughput(axes, metrics),
-        "memory": lambda axes: draw_memory(axes, metrics),
-    }
-    paths = {}
-    for name, draw in panels.items():
-        figure = _figure(7.0, 4.0)
-        draw(figure.add_subplot())
-        paths[name] = _save(figure, folder / f"{name}.png")
-    paths["report"] = _save(report_figure(metrics, result), folder / "report.png")
-    return paths
+def write_picture(path: Path, metrics: Metrics, result: EvaluationResult) -> Path:
+    """Draw the report as a PNG file; returns its path."""
+    with atomic_write(path) as temporary:
+        report_figure(metrics, result).savefig(temporary, format="png", metadata={"Software": None})
+    return path
 
 
 def inline_charts(metrics: Metrics, result: EvaluationResult) -> list[str]:
@@ -127,9 +117,3 @@ def _figure(width: float, height: float) -> Figure:
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     FigureCanvasAgg(figure)
     return figure
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
-    return path

@@ -30,11 +30,6 @@ class Prompts:
         return np.array(self.prompts[index], dtype=np.int32)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path_factory.getbasetemp()))
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_target("llama", tmp_path_factory.mktemp("llama")))

@@ -15,12 +15,10 @@ import pytest
 from dflash_core.decoding import Generation
 from dflash_core.evaluation import EvaluationResult, PromptRecord
 from dflash_core.evaluation.panels import running_mean, series
-from dflash_core.evaluation.plots import report_figure, write_plots
+from dflash_core.evaluation.plots import inline_charts, report_figure, write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.evaluation.result import figures, prompt_figures
 from dflash_core.training import read_metrics
-
-NAMES = {"loss", "acceptance", "throughput", "memory", "report"}
 
 
 def generation(accepted: list[int], block: int = 4) -> Generation:
@@ -54,10 +52,10 @@ METRICS = [
 
 @pytest.mark.parametrize(("metrics", "untrained", "rounds"), [(METRICS, True, [3, 0, 1]), (METRICS[:1], False, [0]), ([], False, [])])
 def test_every_run_gets_every_picture(metrics: list[dict[str, float]], untrained: bool, rounds: list[int], tmp_path: Path) -> None:
-    paths = write_plots(tmp_path, metrics, result(untrained=untrained, rounds=rounds))
-    assert set(paths) == NAMES
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in NAMES}, "no temporary file is left"
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths.values())
+    evaluation = result(untrained=untrained, rounds=rounds)
+    assert write_picture(tmp_path / "plots" / "report.png", metrics, evaluation).read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["report.png"], "no temporary file is left"
+    assert len(inline_charts(metrics, evaluation)) == (8 if metrics else 3)
 
 
 def test_threads_draw_the_same_picture_as_the_main_thread(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from flows.cli import app, told
 
 ROOT = Path(__file__).parent.parent.parent
 MINIMAL = str(ROOT / "configs" / "valid" / "minimal.yaml")
-COMMANDS = ["run", "plan", "validate", "evaluate", "export", "doctor", "up", "down", "status", "deploy", "submit", "shards", "config"]
+COMMANDS = ["run", "retrain", "plan", "validate", "evaluate", "export", "doctor", "up", "down", "status", "deploy", "submit", "shards", "config"]
 BAD = str(ROOT / "configs" / "invalid" / "drafter-misspelt.yaml")
 
 
@@ -44,6 +44,18 @@ def test_validate_refuses_a_bad_config_with_path_value_and_remedy_and_status_2()
     assert "drafter.blocksize = 8" in errors
     assert "Did you mean 'block_size'?" in errors
     assert "Traceback" not in errors
+
+
+def test_the_configuration_of_a_retraining_is_known_by_its_section_and_is_not_one_of_a_run() -> None:
+    weekly = str(ROOT / "configs" / "retrain-demo.yaml")
+    assert dflashctl("validate", weekly)[0] == 0
+    status, _, errors = dflashctl("validate", weekly, "--set", "retrain.margins=0.1")
+    assert (status, "Did you mean 'margin'?" in errors) == (2, True)
+    status, _, errors = dflashctl("plan", weekly)
+    assert status == 2
+    assert "retrain = " in errors
+    status, _, errors = dflashctl("retrain", MINIMAL)
+    assert (status, "retrain = None: is required" in errors) == (2, True)
 
 
 def test_overrides_are_repeatable_and_checked() -> None:

@@ -14,7 +14,7 @@ from dflash_core.drafter import save_checkpoint
 from dflash_core.plan import STAGES, Plan
 from flows.cli import app
 from tests.drafter.small import small_drafter
-from tests.flows.conftest import write_tiny_pipeline
+from tests.tiny_run import STEPS, write_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def dflashctl(*arguments: str) -> tuple[int, str, str]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration whose stages are all done."""
-    path = write_tiny_pipeline(tmp_path_factory.mktemp("commands"))
+    path = write_tiny_run(tmp_path_factory.mktemp("commands"))
     plan = Plan(load_config(path))
     for name in STAGES:
         if name != "warm_up":
@@ -49,7 +49,7 @@ def test_plan_tells_what_a_changed_setting_runs_again_and_what_it_takes(config: 
     assert status == 0
     assert [name for name in states if "cached" not in states[name]] == ["warm_up", "train", "evaluate", "export"]
     assert "no result for these settings" in states["train"]
-    assert "8 steps" in states["train"]
+    assert f"{STEPS} steps" in states["train"]
     assert "To do: about" in output
 
 
@@ -60,7 +60,7 @@ def test_plan_refuses_taps_beyond_the_target(config: Path) -> None:
 
 
 def test_plan_writes_nothing(tmp_path: Path) -> None:
-    path = write_tiny_pipeline(tmp_path)
+    path = write_tiny_run(tmp_path)
     assert dflashctl("plan", str(path))[0] == 0
     assert not (tmp_path / "workspace").exists()
 

@@ -23,7 +23,7 @@ from dflash_core.config import PipelineConfig, load_config
 from flows.cli import app
 from flows.deploy import PREFECT_YAML, parameters_of, with_current_parameters
 from flows.services import ROOT, environment, marked, services
-from tests.flows.conftest import write_tiny_pipeline
+from tests.tiny_run import write_tiny_run
 
 STAGES = {"target", "responses", "samples", "shards", "warm-up", "train", "evaluate", "export"}
 
@@ -62,7 +62,7 @@ class Site:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Everything that 'up' starts, with prefect.yaml deployed."""
     folder = tmp_path_factory.mktemp("site")
-    config = write_tiny_pipeline(folder)
+    config = write_tiny_run(folder)
     site = Site(folder / "services", config, {})
     started = site.dflashctl("up")
     assert started.returncode == 0, started.stderr

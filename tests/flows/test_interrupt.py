@@ -16,7 +16,7 @@ import pytest
 
 from dflash_core.config import load_config
 from tasks.store import open_client
-from tests.flows.conftest import write_tiny_pipeline
+from tests.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ LONG = ["--set", f"training.max_steps={STEPS}", "--set", "training.checkpoint_ev
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pipeline(tmp_path_factory.mktemp("interrupt"))
+    return write_tiny_run(tmp_path_factory.mktemp("interrupt"))
 
 
 def metric_file(config: Path) -> Path | None:

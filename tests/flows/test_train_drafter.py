@@ -18,6 +18,7 @@ from dflash_core.errors import DFlashError
 from flows.train_drafter import train_drafter
 from tasks.progress import watcher
 from tasks.store import open_client
+from tests.tiny_run import STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -100,12 +101,12 @@ def test_a_run_is_recorded_in_mlflow_with_a_nested_run_per_stage(first_run: dict
     assert {run.info.status for run in stages.values()} == {"FINISHED"}
     assert parent.data.params["drafter.block_size"] == "4"
     assert parent.data.metrics["lossless"] == 1.0
-    assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, 9))
+    assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, STEPS + 1))
     assert [entry.dataset.name for entry in stages["shards"].inputs.dataset_inputs] == ["shards"]
     assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {
         "config.json", "summary.json", "summary.md", "plots", "report.html"
     }  # fmt: skip
-    assert "plots/loss.png" in {item.path for item in client.list_artifacts(parent.info.run_id, "plots")}
+    assert "plots/report.png" in {item.path for item in client.list_artifacts(parent.info.run_id, "plots")}
     page = Path(client.download_artifacts(parent.info.run_id, "report.html")).read_text()
     assert page.count("<svg") == 8
     assert "Lossless." in page
@@ -151,7 +152,7 @@ def test_the_second_run_finds_every_stage_and_says_so_in_prefect(first_run: dict
     config = load_config(tiny_config)
     _, stages = mlflow_run(config, summary["mlflow_run_id"])
     client, _ = open_client(config)
-    assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, 9))
+    assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, STEPS + 1))
     assert stages["train"].data.tags["dflash.cached"] == "true"
 
 
@@ -161,7 +162,7 @@ def test_the_second_run_finds_every_stage_and_says_so_in_prefect(first_run: dict
         ("run.name=renamed", []),
         ("training.log_every=2", []),
         ("evaluation.max_new_tokens=6", ["evaluate", "export"]),
-        ("training.learning_rate=1e-3", ["warm_up", "train", "evaluate", "export"]),
+        ("training.learning_rate=2e-3", ["warm_up", "train", "evaluate", "export"]),
     ],
 )
 def test_a_changed_setting_runs_again_what_depends_on_it(

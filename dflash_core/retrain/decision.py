@@ -1,0 +1,68 @@
+"""Does the challenger become the champion? Both were measured on the same held-out prompts, one after the other.
+
+decision = decide(evaluation, margin=0.01, champion="3")
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from dflash_core.errors import DFlashError
+from dflash_core.evaluation import EvaluationResult
+
+
+class Decision(BaseModel):
+    """Promote or not, and why, in sentences.
+
+    champion, champion_length: version and acceptance length (mean of requests) of the champion, None if there was none
+    challenger_length:         of the drafter that was trained
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    promote: bool
+    reasons: tuple[str, ...]
+    champion: str | None
+    champion_length: float | None
+    challenger_length: float
+    lossless: float
+    prompts: int
+
+
+def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None) -> Decision:
+    """Judge the drafter of a retraining by its evaluation, in which ``untrained`` is the champion that it began from.
+
+    Args:
+        margin: how much longer the acceptance length must be, as a share of the champion's.
+        champion: its version; None: there is none, and being lossless is enough.
+
+    Raises:
+        DFlashError: the champion was not measured on the same prompts.
+    """
+    challenger, before = evaluation.trained, evaluation.untrained if champion is not None else None
+    if champion is not None and (before is None or before.prompts != evaluation.prompts):
+        measured = 0 if before is None else before.prompts
+        raise DFlashError(f"The champion was measured on {measured} prompts and its challenger on {evaluation.prompts}: they cannot be compared.")
+    lossless = evaluation.lossless == 1.0
+    reasons = [
+        f"It is lossless on all {evaluation.prompts} held-out prompts."
+        if lossless
+        else f"It is not lossless: {evaluation.lossless:.1%} of {evaluation.prompts} held-out prompts have the target's own answer."
+    ]
+    length, better = challenger.acceptance.mean_of_requests, True
+    if before is None:
+        reasons.append(f"There is no champion yet. Its acceptance length is {length:.3f}.")
+    else:
+        champion_length = before.acceptance.mean_of_requests
+        better = length >= champion_length * (1.0 + margin) and length > champion_length
+        change = f"{length / champion_length - 1.0:+.2%}"
+        wanted = f"at least {margin:+.2%} is asked for (retrain.margin)" if margin else "more is asked for"
+        reasons.append(f"Its acceptance length is {length:.3f}, that of the champion (version {champion}) {champion_length:.3f}: {change}, {wanted}.")
+    return Decision(
+        promote=lossless and better,
+        reasons=tuple(reasons),
+        champion=champion,
+        champion_length=None if before is None else before.acceptance.mean_of_requests,
+        challenger_length=length,
+        lossless=evaluation.lossless,
+        prompts=evaluation.prompts,
+    )

@@ -1,0 +1,172 @@
+"""The two ends of a retraining: which prompts it takes, and whether its drafter becomes the champion.
+
+What lies between is a training as any other. Prompts, rounds and the decision itself are in ``dflash_core.retrain``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from dflash_core.config import PipelineConfig
+from dflash_core.drafter.checkpoint import read_serving_config
+from dflash_core.errors import ConfigError, DFlashError, InputError, Problem
+from dflash_core.pipeline import evaluation_of
+from dflash_core.retrain import Decision, RetrainConfig, Round, Rounds, decide
+from dflash_core.retrain.rounds import pipeline_config
+from tasks.logs import flow_run_logs
+from tasks.registry import CHAMPION, Registry, Version, fetched, registered_name
+from tasks.run import Run, publish
+from tasks.store import open_client
+from tasks.summary import linked
+
+logger = logging.getLogger(__name__)
+
+
+class Retraining:
+    """A target's retraining, held for this process: its rounds, its registered models, the round that is going on and its outcome."""
+
+    def __init__(self, config: RetrainConfig, rounds: Rounds, registry: Registry):
+        """Use ``Retraining.open``."""
+        self.config = config
+        self.rounds = rounds
+        self.registry = registry
+        self.name = registered_name(config.target.model)
+        self.current: Round | None = None
+        self.champion: Path | None = None
+        self.outcome: dict[str, Any] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: RetrainConfig) -> Iterator[Retraining]:
+        """The retraining of the target of a configuration.
+
+        A round whose prompts or settings prove to be unusable inside is given up, so that corrected ones are read by the next.
+
+        Raises:
+            RetrainBusyError: another process retrains this target.
+            TrackingError: the MLflow server does not answer.
+        """
+        client, uri = open_client(config)
+        name = registered_name(config.target.model)
+        rounds = Rounds(config.run.workspace / "retrain" / name)
+        with rounds.held(), flow_run_logs():
+            retraining = cls(config, rounds, Registry(client, uri))
+            try:
+                yield retraining
+            except InputError:
+                if retraining.current is not None and rounds.decision(retraining.current) is None:
+                    rounds.give_up(retraining.current)
+                raise
+
+    def begin(self) -> Round | None:
+        """Take up the round that an earlier process began, or begin one. None: too little is new."""
+        current = self.rounds.begun()
+        if current is not None:
+            logger.info("Round %d, begun at %s, is taken up: %d new prompts.", current.number, current.begun, current.new)
+            version = self.registry.version(self.name, current.champion) if current.champion is not None else None
+        else:
+            version = self.registry.champion(self.name)
+        if version is not None:
+            self.champion = self._fetched(version)
+        self.current = current or self.rounds.open(self.config, version.number if version is not None else None)
+        return self.current
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """The configuration of this round's training."""
+        assert self.current is not None
+        return pipeline_config(self.config, self.rounds, self.current, self.champion)
+
+    @property
+    def nothing_new(self) -> str:
+        """Why nothing is done, in a sentence."""
+        wanted, last = self.config.retrain.min_new_prompts, self.rounds.watermark.round
+        return f"{'No' if wanted == 1 else f'Fewer than {wanted}'} new prompts since round {last}: nothing to do."
+
+    def _fetched(self, version: Version) -> Path:
+        """The champion's folder. It must draft blocks as long as the challenger's: they are compared as they are served."""
+        folder = fetched(self.registry, version, self.config.run.workspace)
+        found, wanted = read_serving_config(folder)["block_size"], self.config.drafter.block_size
+        if found != wanted:
+            remedy = f"Set it to {found}; for another, train a drafter (train-drafter) and give it the alias '{CHAMPION}' by hand"
+            raise ConfigError("retrain", [Problem("drafter.block_size", wanted, f"the champion, {version}, drafts blocks of {found}", remedy)])
+        return folder
+
+
+@task(name="collect-prompts", task_run_name="collect-prompts", cache_policy=NO_CACHE, retries=0)
+def collect_prompts(retraining: Retraining) -> State[dict[str, Any]]:
+    """Choose the prompts of this round, or find that there are too few."""
+    current = retraining.begin()
+    if current is None:
+        message = retraining.nothing_new
+        logger.info(message)
+        publish(lambda: create_markdown_artifact(f"# {retraining.name}\n\n{message}\n", key="retraining", description="Nothing new"))
+        return Completed(name="NothingNew", message=message, data={})
+    facts = current.model_dump(mode="json", exclude={"files"})
+    return Completed(message=f"round {current.number}: {current.new} new prompts, {current.replayed} old ones", data=facts)
+
+
+@task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, retries=0)
+def promote(run: Run, retraining: Retraining) -> State[dict[str, Any]]:
+    """Decide, move the alias if the new drafter is better, tell why, and only then move the watermark."""
+    current, rounds = retraining.current, retraining.rounds
+    assert current is not None
+    if run.version is None:
+        raise DFlashError(f"The drafter is not registered in MLflow ({run.tracker.uri}), so it cannot be promoted. See the log; start again.")
+    decision = rounds.decision(current)
+    if decision is None:
+        evaluation = evaluation_of(run.results["evaluate"].folder)
+        decision = decide(evaluation, margin=retraining.config.retrain.margin, champion=current.champion)
+        rounds.decide(current, decision)
+    promoted, reasons = decision.promote, decision.reasons
+    if promoted:
+        now = retraining.registry.champion(retraining.name)
+        number = now.number if now is not None else None
+        if number in (current.champion, run.version.number):
+            retraining.registry.promote(run.version)
+        else:
+            promoted, reasons = False, (*reasons, f"But the alias was moved by somebody else meanwhile, to {now or 'nothing'}, and stays there.")
+    outcome = "promoted" if promoted else "refused"
+    retraining.registry.set_tags(run.version, {"dflash.decision": outcome, "dflash.compared_with": decision.champion or "nobody"})
+    run.tracker.set_tags({"dflash.decision": outcome})
+    if decision.champion_length is not None:
+        run.tracker.log_metrics({"champion_acceptance_length": decision.champion_length})
+    markdown = in_markdown(run.version, retraining.registry.page(run.version), current, decision, promoted, reasons)
+    run.tracker.log_text(markdown, "decision.md")
+    publish(lambda: create_markdown_artifact(markdown, key="retraining", description=f"{run.version}: {outcome}"))
+    rounds.close(current)
+    logger.info("%s: %s. %s", run.version, outcome, " ".join(reasons))
+    retraining.outcome = {"summary": f"{run.version}: {outcome}", "promoted": promoted, "version": run.version.number, "reasons": list(reasons)}
+    return Completed(message=f"{run.version}: {outcome}", data=retraining.outcome)
+
+
+def in_markdown(version: Version, page: str | None, current: Round, decision: Decision, promoted: bool, reasons: tuple[str, ...]) -> str:
+    """A page that says what was decided, why, and from what."""
+    before = "none" if decision.champion is None else f"version {decision.champion}"
+    length = "" if decision.champion_length is None else f"{decision.champion_length:.3f}"
+    lines = [
+        f"# {version.name}: {'a new champion' if promoted else 'the champion stays' if decision.champion else 'no champion yet'}",
+        "",
+        f"{linked(str(version), page)} is **{'promoted' if promoted else 'not promoted'}**.",
+        "",
+        *(f"- {reason}" for reason in reasons),
+        "",
+        "| | champion | challenger |",
+        "|---|---|---|",
+        f"| version | {before} | {version.number} |",
+        f"| acceptance length, mean of requests | {length} | {decision.challenger_length:.3f} |",
+        f"| lossless | | {decision.lossless:.1%} of {decision.prompts} prompts |",
+        "",
+        f"Round {current.number}: {current.new} new prompts and {current.replayed} old ones; {current.heldout} prompts are held out in all rounds.",
+    ]
+    return "\n".join(lines) + "\n"

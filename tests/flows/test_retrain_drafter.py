@@ -1,0 +1,150 @@
+"""Retrainings in a row on a real Prefect server, with a real MLflow store: a first champion, a better one, one that is refused, nothing new."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+
+from dflash_core.retrain import RetrainConfig, Rounds, load_retrain_config
+from flows.evaluate_drafter import evaluate_drafter
+from flows.retrain_drafter import retrain_drafter
+from tasks.registry import Registry
+from tasks.store import open_client
+from tests.tiny_run import write_tiny_run
+
+pytestmark = pytest.mark.slow
+
+NAME = "dflash-target"
+POOR = ["training.learning_rate=1e-8", "training.epochs=1"]
+GOOD = ["training.learning_rate=1e-2", "training.epochs=12"]
+
+
+class Weekly:
+    """A configuration, the folder where prompts arrive, and what the last retraining left."""
+
+    def __init__(self, folder: Path):
+        self.traffic = folder / "traffic.jsonl"
+        self.path = write_tiny_run(folder)
+        section = f"retrain: {{prompts: [{self.traffic}], margin: 0.0}}\n"
+        self.path.write_text(self.path.read_text().replace("  max_steps: 12\n", "") + section)
+        self.arrived = 0
+        self.traffic.touch()
+        self.rounds = Rounds(folder / "workspace" / "retrain" / NAME)
+
+    def config(self, *overrides: str) -> RetrainConfig:
+        return load_retrain_config(self.path, overrides)
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(*open_client(self.config()))
+
+    @property
+    def champion(self) -> str | None:
+        version = self.registry.champion(NAME)
+        return version.number if version is not None else None
+
+    def arrive(self, count: int) -> None:
+        with self.traffic.open("a") as file:
+            for number in range(self.arrived, self.arrived + count):
+                file.write(json.dumps({"prompt": f"Tell me {number} and {number + 1}"}) + "\n")
+        self.arrived += count
+
+    def retrain(self, *overrides: str) -> Any:
+        return retrain_drafter(self.config(*overrides))
+
+
+def newest_run() -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """(flow run, name of the state of each task, artifact of each key)."""
+    with get_client(sync_client=True) as client:
+        run = max(client.read_flow_runs(), key=lambda item: item.created)
+        tasks = {item.name: item.state.name for item in client.read_task_runs() if item.flow_run_id == run.id}
+        artifacts = {item.key: item for item in client.read_artifacts() if item.flow_run_id == run.id}
+    return run, tasks, artifacts
+
+
+@pytest.fixture(scope="module")
+def weekly(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Weekly:
+    return Weekly(tmp_path_factory.mktemp("weekly"))
+
+
+def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter(weekly: Weekly) -> None:
+    weekly.arrive(8)
+    outcome = weekly.retrain(*POOR)
+    assert (outcome["promoted"], outcome["version"], weekly.champion) == (True, "1", "1")
+    _, tasks, artifacts = newest_run()
+    assert list(tasks)
+    assert set(tasks) >= {"collect-prompts", "responses", "train", "evaluate", "export", "promote"}
+    assert "There is no champion yet" in artifacts["retraining"].data
+    assert weekly.rounds.watermark.round == 1
+    assert [item.bytes for item in weekly.rounds.watermark.files] == [weekly.traffic.stat().st_size]
+
+
+def test_without_new_prompts_a_retraining_is_done_at_once(weekly: Weekly) -> None:
+    assert weekly.retrain() == {}
+    run, tasks, artifacts = newest_run()
+    assert (run.state.type.value, run.state.message) == ("COMPLETED", "No new prompts since round 1: nothing to do.")
+    assert tasks == {"collect-prompts": "NothingNew"}
+    assert "No new prompts" in artifacts["retraining"].data
+
+
+def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_the_watermark_moves(
+    weekly: Weekly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weekly.arrive(12)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Rounds, "close", killed)
+        weekly.retrain(*GOOD)
+    assert (weekly.champion, weekly.rounds.watermark.round) == ("2", 1)
+    weekly.arrive(1)  # for the next time
+    outcome = weekly.retrain(*GOOD)
+    assert (outcome["promoted"], outcome["version"], weekly.champion) == (True, "2", "2")
+    _, tasks, artifacts = newest_run()
+    assert (tasks["train"], tasks["evaluate"], tasks["export"]) == ("Cached", "Cached", "Cached")
+    assert "# dflash-target: a new champion" in artifacts["retraining"].data
+    assert "| version | version 1 | 2 |" in artifacts["retraining"].data
+    begun = weekly.rounds.place(2)
+    asked = [json.loads(line)["messages"][0]["content"] for line in (begun / "prompts.jsonl").read_text().splitlines()]
+    assert len(asked) == len(set(asked))
+    assert "Tell me 20 and 21" not in asked
+    fixed = {json.loads(line)["messages"][0]["content"] for line in (weekly.rounds.place(1) / "heldout.jsonl").read_text().splitlines()}
+    assert fixed & set(asked) == set(asked[:3])
+    version = weekly.registry.version(NAME, "2")
+    assert version.tags["dflash.compared_with"] == "1"
+    assert version.tags["dflash.decision"] == "promoted"
+    card = json.loads((weekly.rounds.folder.parents[1] / "registered" / NAME / "1" / "config.json").read_text())
+    assert card["block_size"] == 4, "the champion was fetched from the registry"
+
+
+def test_a_drafter_that_is_not_better_by_the_margin_is_refused_and_its_prompts_are_old_all_the_same(weekly: Weekly) -> None:
+    weekly.arrive(7)
+    outcome = weekly.retrain(*POOR, "retrain.margin=9.0")
+    assert (outcome["promoted"], outcome["version"], weekly.champion) == (False, "3", "2")
+    assert "at least +900.00% is asked for" in outcome["reasons"][1]
+    _, _, artifacts = newest_run()
+    assert "the champion stays" in artifacts["retraining"].data
+    assert weekly.rounds.watermark.round == 3
+    assert weekly.retrain() == {}
+    client, _ = open_client(weekly.config())
+    parents = [run for run in client.search_runs([client.get_experiment_by_name("dflash").experiment_id]) if "dflash.stage" not in run.data.tags]
+    assert sorted(run.data.tags["dflash.decision"] for run in parents) == ["promoted", "promoted", "refused"]
+    assert {run.info.status for run in parents} == {"FINISHED"}
+
+
+def test_the_champion_is_measured_by_the_evaluation_flow(weekly: Weekly) -> None:
+    figures = evaluate_drafter(weekly.config())
+    run, tasks, artifacts = newest_run()
+    assert (run.name, figures["lossless"]) == ("tiny", 1.0)
+    assert tasks["measure-drafter"] == "Completed"
+    assert "acceptance" in artifacts
+    client, _ = open_client(weekly.config())
+    newest = max(client.search_runs([client.get_experiment_by_name("dflash").experiment_id]), key=lambda item: item.info.start_time)
+    parent = client.get_run(newest.data.tags["mlflow.parentRunId"])
+    assert (parent.info.run_name, parent.data.metrics["acceptance_length"]) == ("tiny-evaluation", figures["acceptance_length"])
