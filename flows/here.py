@@ -40,7 +40,10 @@ def run_here(path: Path, overrides: Sequence[str]) -> Path:
 
 
 def retrain_here(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Check the configuration and run 'retrain-drafter'. Returns ``summary``, ``promoted``, ``version`` and ``reasons``; nothing where too little is new.
+    """Check the configuration and run 'retrain-drafter'.
+
+    Returns:
+        ``summary``, ``promoted``, ``version`` and ``reasons``; nothing where too few prompts have arrived.
 
     Raises as ``run_here`` does.
     """

@@ -76,7 +76,6 @@ def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter(weekly: Wee
     outcome = weekly.retrain(*POOR)
     assert (outcome["promoted"], outcome["version"], weekly.champion) == (True, "1", "1")
     _, tasks, artifacts = newest_run()
-    assert list(tasks)
     assert set(tasks) >= {"collect-prompts", "responses", "train", "evaluate", "export", "promote"}
     assert "There is no champion yet" in artifacts["retraining"].data
     assert weekly.rounds.watermark.round == 1
@@ -99,9 +98,10 @@ def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_t
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Rounds, "close", killed)
-        weekly.retrain(*GOOD)
+        with pytest.raises(KeyboardInterrupt):
+            weekly.retrain(*GOOD)
     assert (weekly.champion, weekly.rounds.watermark.round) == ("2", 1)
     weekly.arrive(1)  # for the next time
     outcome = weekly.retrain(*GOOD)

@@ -124,7 +124,7 @@ def test_appending_in_any_portions_and_rotating_loses_nothing_and_doubles_nothin
 ) -> None:
     new = Reader(tmp_path_factory.mktemp("arrived"))
     written: list[str] = []
-    pending = {name: "" for name in "abc"}
+    pending = dict.fromkeys("abc", "")
     seen: list[str] = []
     for number, (name, cut, rotate) in enumerate(portions):
         written.append(f"prompt {number}")
