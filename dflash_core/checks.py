@@ -12,7 +12,10 @@ import torch
 
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter.attention import kernels_fit
-from dflash_core.drafter.config import chosen_tap_layers, mask_token_problems, tap_problems
+from dflash_core.drafter.checkpoint import CONFIG, read_serving_config
+from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, mask_token_problems, tap_problems
+from dflash_core.drafter.serving import from_serving
+from dflash_core.drafter.start import shape_differences
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.info import TargetInfo
 
@@ -23,8 +26,9 @@ def check_environment(config: PipelineConfig, source: str = "config") -> None:
 
 
 def check_target(config: PipelineConfig, info: TargetInfo, source: str = "config") -> None:
-    """The drafter's settings fit the target. Raises ``ConfigError``."""
+    """The drafter's settings fit the target, and its initial checkpoint both. Raises ``ConfigError``."""
     _raise(source, list(_target_problems(config, info)))
+    _raise(source, list(_start_problems(config, info)))
 
 
 def check_schedule(config: PipelineConfig, steps_available: int, source: str = "config") -> None:
@@ -120,6 +124,16 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
         yield Problem(
             "data.max_length", config.data.max_length, f"longer than the target's {info.max_position_embeddings} positions", "Lower data.max_length"
         )
+
+
+def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
+    start = config.drafter.initial_checkpoint
+    if start is not None:
+        found = from_serving(read_serving_config(start), str(start / CONFIG))
+        differing = shape_differences(found, DFlashConfig.from_target(info, config.drafter))
+        if differing:
+            message = f"the drafter there has another shape: {'; '.join(differing)}"
+            yield Problem("drafter.initial_checkpoint", str(start), message, "Choose one made for this target and these settings")
 
 
 def advice(config: PipelineConfig) -> list[str]:

@@ -54,7 +54,10 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
 @app.command()
 @told
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run the whole pipeline here and now; finished stages are found and verified. Prints the path of summary.json last."""
+    """Run the whole pipeline here and now.
+
+    Finished stages are found and verified. Prints the path of summary.json last.
+    """
     from flows.here import run_here
     from flows.services import use_running_services
 
@@ -65,9 +68,9 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 @told
 def retrain(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train on the prompts that have arrived, from the champion on, and promote the new drafter if it is better.
+    """Train on new prompts, from the champion on.
 
-    CONFIG has a section 'retrain'.
+    CONFIG has a section 'retrain'. The new drafter becomes the champion if it is lossless and better by the margin; says why, or why not.
     """
     from flows.here import retrain_here
     from flows.services import use_running_services
@@ -82,7 +85,10 @@ def retrain(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 @told
 def plan(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Show what would run, what is cached, and how much disk, memory and time it takes, without doing it."""
+    """Show what would run and what it takes, without doing it.
+
+    Which stages are cached and why others are not; disk, memory and time of what is left.
+    """
     from flows.plan import show_plan
 
     show_plan(config, overrides or [])
@@ -91,7 +97,10 @@ def plan(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 @told
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check a configuration file. Rules that need files, devices, the target or the data are checked by 'plan'."""
+    """Check a configuration file.
+
+    Rules that need files, devices, the target or the data are checked by 'plan'.
+    """
     from dflash_core.retrain.config import load_any_config
 
     loaded = load_any_config(config, overrides or [])
@@ -107,7 +116,10 @@ def evaluate(
         str | None, typer.Option(help="A folder, 'champion', or the number of a registered version. Default: what CONFIG has trained.")
     ] = None,
 ) -> None:
-    """Measure a drafter on the held-out prompts of CONFIG: losslessness, acceptance and speed."""
+    """Measure a drafter on the held-out prompts of CONFIG.
+
+    Losslessness, acceptance and speed, beside the target alone.
+    """
     from flows.one_stage import evaluate as evaluate_here
 
     print(evaluate_here(config, overrides or [], drafter) / "evaluation.json")
@@ -120,7 +132,10 @@ def export(
     overrides: Overrides = None,
     to: Annotated[Path | None, typer.Option(help="Copy the folder there. Default: it stays in the workspace.")] = None,
 ) -> None:
-    """Write the folder that vLLM, SGLang and Transformers load, check it and print its path."""
+    """Write the folder that servers load, and print its path.
+
+    vLLM, SGLang and Transformers load it as it is. It is checked against the trained drafter.
+    """
     from flows.one_stage import export as export_here
 
     print(export_here(config, overrides or [], to))
@@ -220,7 +235,10 @@ def verify(path: Annotated[Path, typer.Argument(help="Folder of a hidden-state d
 @app.command()
 @told
 def doctor() -> None:
-    """Say what this machine has: torch, devices, compilation, Triton, memory and disk."""
+    """Say what this machine has.
+
+    Torch, devices, compilation, Triton, memory and disk.
+    """
     from flows.doctor import examine
 
     if not examine():

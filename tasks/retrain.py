@@ -21,8 +21,9 @@ from dflash_core.config import PipelineConfig
 from dflash_core.drafter.checkpoint import read_serving_config
 from dflash_core.errors import ConfigError, DFlashError, InputError, Problem
 from dflash_core.pipeline import evaluation_of
-from dflash_core.retrain import Decision, RetrainConfig, Round, Rounds, decide
-from dflash_core.retrain.rounds import pipeline_config
+from dflash_core.retrain import RetrainConfig
+from dflash_core.retrain.decision import Decision, decide
+from dflash_core.retrain.rounds import Round, Rounds, pipeline_config
 from tasks.logs import flow_run_logs
 from tasks.registry import CHAMPION, Registry, Version, fetched, registered_name
 from tasks.run import Run, publish

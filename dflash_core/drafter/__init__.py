@@ -10,7 +10,7 @@ from dflash_core.drafter.export import export_drafter, target_problems, verify_e
 from dflash_core.drafter.masks import BlockMaskTensors, as_block_mask, block_mask_tensors, dflash_block_mask, dflash_dense_mask
 from dflash_core.drafter.model import DFlashDrafter, flex_copies
 from dflash_core.drafter.spec import SPECS, DrafterSpec
-from dflash_core.drafter.start import start_from_target
+from dflash_core.drafter.start import shape_differences, start_from_target
 
 __all__ = [
     "IGNORE",
@@ -40,6 +40,7 @@ __all__ = [
     "model_card",
     "sample_anchors",
     "save_checkpoint",
+    "shape_differences",
     "start_from_target",
     "target_problems",
     "valid_anchors",

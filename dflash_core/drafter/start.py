@@ -8,6 +8,7 @@ The context starts as the deepest tap, passed through ``fc`` by an identity besi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,6 +22,16 @@ from dflash_core.target.info import TargetInfo
 from dflash_core.target.weights import StoredTensor, stored_tensors
 
 _NORMS = ("q_norm", "k_norm")
+_FREE_TO_CHANGE = ("block_size", "target_name")  # between a drafter and the one that begins with its weights
+
+
+def shape_differences(found: DFlashConfig, wanted: DFlashConfig) -> list[str]:
+    """Why a drafter's weights cannot be the start of another's, one phrase each.
+
+    The block size may change: a drafter of 16 is a good start for one of 8. The name of the target is a matter of spelling.
+    """
+    has, wants = asdict(found), asdict(wanted)
+    return [f"{name} is {has[name]}, here {wants[name]}" for name in wants if has[name] != wants[name] and name not in _FREE_TO_CHANGE]
 
 
 def start_from_target(config: DFlashConfig, info: TargetInfo, seed: int) -> DFlashDrafter:

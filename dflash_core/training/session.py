@@ -11,7 +11,6 @@ in an unknown state, so whoever tries again warms up again and resumes from the 
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 import time
@@ -25,7 +24,7 @@ import torch
 
 from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint, start_from_target
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint, shape_differences, start_from_target
 from dflash_core.errors import CheckpointError, WarmUpError
 from dflash_core.feed import RowSource, ShardRows, steps_available
 from dflash_core.shards import ShardDataset, expected_of
@@ -55,7 +54,6 @@ _FREE = {
     "objective": {"chunk_slots"},
     "drafter": {"initial_checkpoint"},
 }
-_FREE_TO_CHANGE = ("block_size", "target_name")  # between drafter.initial_checkpoint and this run
 
 
 @dataclass(frozen=True)
@@ -224,9 +222,7 @@ def initial_drafter(config: PipelineConfig, drafter_config: DFlashConfig, info: 
             return start_from_target(drafter_config, info, config.run.seed)
         return DFlashDrafter(drafter_config).init_weights(config.run.seed)
     drafter = load_checkpoint(start)
-    wanted, found = dataclasses.asdict(drafter_config), dataclasses.asdict(drafter.config)
-    # The block size may change: a drafter of 16 is a good start for one of 8. The name of the target is a matter of spelling.
-    differing = [f"{name} is {found[name]}, here {wanted[name]}" for name in wanted if found[name] != wanted[name] and name not in _FREE_TO_CHANGE]
+    differing = shape_differences(drafter.config, drafter_config)
     if differing:
         raise CheckpointError(f"The drafter in {start} has another shape: {'; '.join(differing)}. Choose one made for this target and settings.")
     return drafter

@@ -59,6 +59,15 @@ def test_plan_refuses_taps_beyond_the_target(config: Path) -> None:
     assert "drafter.tap_layers = [1, 5]" in errors
 
 
+def test_plan_refuses_an_initial_checkpoint_of_another_shape(config: Path) -> None:
+    drafter = pipeline.drafter_folder(Plan(load_config(config)).folder("export"))
+    start = f"drafter.initial_checkpoint={drafter}"
+    assert dflashctl("plan", str(config), "--set", start)[0] == 0
+    status, _, errors = dflashctl("plan", str(config), "--set", start, "--set", "drafter.num_layers=2")
+    assert status == 2
+    assert "the drafter there has another shape: num_layers is 1, here 2" in errors
+
+
 def test_plan_writes_nothing(tmp_path: Path) -> None:
     path = write_tiny_run(tmp_path)
     assert dflashctl("plan", str(path))[0] == 0
@@ -103,6 +112,14 @@ def test_evaluate_refuses_a_drafter_for_another_target(config: Path, tmp_path: P
     assert status == 1
     assert f"{tmp_path} is not a drafter for target:" in errors
     assert "config.json: num_target_layers = 8, but target has 6" in errors
+
+
+def test_evaluate_asks_the_registry_for_a_champion_and_says_that_there_is_none(config: Path) -> None:
+    status, _, errors = dflashctl("evaluate", str(config), "--drafter", "champion")
+    assert status == 2
+    assert "drafter = 'champion': no version of dflash-target in sqlite:" in errors
+    status, _, errors = dflashctl("evaluate", str(config), "--drafter", "no/such/folder")
+    assert (status, "there is no such folder" in errors) == (2, True)
 
 
 def test_evaluate_before_training_says_what_to_run(config: Path) -> None:

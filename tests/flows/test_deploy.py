@@ -20,11 +20,19 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_core.config import PipelineConfig, load_config
+from dflash_core.retrain import RetrainConfig, load_any_config
 from flows.cli import app
 from flows.deploy import PREFECT_YAML, parameters_of, with_current_parameters
 from flows.services import ROOT, environment, marked, services
+from tasks.registry import Registry
 from tests.tiny_run import write_tiny_run
 
+DEPLOYED = {
+    "train-drafter/demo": "demo.yaml",
+    "train-drafter/gpu": "gpu-demo.yaml",
+    "retrain-drafter/demo": "retrain-demo.yaml",
+    "evaluate-drafter/demo": "demo.yaml",
+}
 STAGES = {"target", "responses", "samples", "shards", "warm-up", "train", "evaluate", "export"}
 
 
@@ -97,12 +105,15 @@ def newest_run(client: Any) -> tuple[Any, dict[str, str], set[str]]:
     return run, {item.name: item.state.name for item in tasks}, {item.key for item in artifacts}
 
 
+def deployed_name(item: dict[str, Any]) -> str:
+    return f"{item['entrypoint'].rsplit(':', 1)[1].replace('_', '-')}/{item['name']}"
+
+
 def test_prefect_yaml_holds_the_configurations_that_it_names() -> None:
     text = PREFECT_YAML.read_text(encoding="utf-8")
     assert with_current_parameters(text) == text, "run: dflashctl deploy"
-    parameters = {item["name"]: item["parameters"]["config"] for item in yaml.safe_load(text)["deployments"]}
-    files = {"demo": "demo.yaml", "gpu": "gpu-demo.yaml"}
-    assert parameters == {name: load_config(ROOT / "configs" / file).model_dump(mode="json") for name, file in files.items()}
+    parameters = {deployed_name(item): item["parameters"]["config"] for item in yaml.safe_load(text)["deployments"]}
+    assert parameters == {name: load_any_config(ROOT / "configs" / file).model_dump(mode="json") for name, file in DEPLOYED.items()}
 
 
 def test_a_changed_configuration_changes_only_the_parameters_that_name_it() -> None:
@@ -118,29 +129,30 @@ def test_a_small_number_is_a_number_to_prefect_too() -> None:
 
 
 def test_a_form_made_of_the_schema_has_the_order_of_the_file() -> None:
-    schema = PipelineConfig.model_json_schema()
+    schema = RetrainConfig.model_json_schema()
     for section in [schema, *schema["$defs"].values()]:
         assert [field["position"] for field in section["properties"].values()] == list(range(len(section["properties"])))
         assert all("description" in field for field in section["properties"].values())
-    assert list(schema["properties"]) == list(PipelineConfig.model_fields)
+    assert list(schema["properties"]) == [*PipelineConfig.model_fields, "retrain"]
 
 
 @pytest.mark.slow
 def test_deploying_again_with_prefects_own_command_changes_nothing(site: Site, client: Any) -> None:
     def deployed() -> dict[str, Any]:
-        return {item.name: item for item in client.read_deployments()}
+        flows = {item.id: item.name for item in client.read_flows()}
+        return {f"{flows[item.flow_id]}/{item.name}": item for item in client.read_deployments()}
 
     before = deployed()
     assert site.prefect("deploy", "--all").returncode == 0
     after = deployed()
     assert {name: item.id for name, item in after.items()} == {name: item.id for name, item in before.items()}
-    assert set(after) == {"demo", "gpu"}
-    for item in after.values():
+    assert set(after) == set(DEPLOYED)
+    for name, item in after.items():
         assert "dflash" in item.tags
         assert (item.work_pool_name, item.global_concurrency_limit.limit, item.concurrency_options.collision_strategy) == ("dflash", 1, "ENQUEUE")
-        assert [schedule.active for schedule in item.schedules] == [False]
+        assert [schedule.active for schedule in item.schedules] == ([] if name.startswith("evaluate") else [False])
         assert item.pull_steps == [{"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}]
-    assert after["demo"].parameters == parameters_of(load_config(ROOT / "configs" / "demo.yaml"))
+        assert item.parameters == parameters_of(load_any_config(ROOT / "configs" / DEPLOYED[name]))
 
 
 @pytest.mark.slow
@@ -162,7 +174,14 @@ def test_a_deployed_run_completes_and_the_next_one_finds_its_stages(site: Site, 
     assert {item.info.status for item in recorded} == {"FINISHED"}
     (parent,) = [item for item in recorded if "dflash.stage" not in item.data.tags]
     assert parent.data.metrics["lossless"] == 1.0
-    assert "summary.json" in {item.path for item in store.list_artifacts(parent.info.run_id)}
+    assert {"summary.json", "report.html"} <= {item.path for item in store.list_artifacts(parent.info.run_id)}
+    registry = Registry(store, site.variables["MLFLOW_TRACKING_URI"])
+    version = registry.version("dflash-target", "1")
+    assert version.run_id == parent.info.run_id
+    assert {path.name for path in registry.fetch(version, site.folder / "fetched").iterdir()} >= {"config.json", "model.safetensors", "README.md"}
+    summary = next(item for item in client.read_artifacts() if item.key == "summary" and item.flow_run_id == run.id)
+    assert f"[report]({site.variables['MLFLOW_TRACKING_URI']}/#/experiments/{experiment.experiment_id}/runs/{parent.info.run_id}" in summary.data
+    assert f"/#/models/dflash-target/versions/{version.number})" in summary.data
 
     submitted = CliRunner().invoke(app, ["submit", str(site.config), "--set", "run.name=again", "--watch"])
     assert submitted.exit_code == 0, submitted.stderr

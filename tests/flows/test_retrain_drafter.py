@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 
-from dflash_core.retrain import RetrainConfig, Rounds, load_retrain_config
+from dflash_core.retrain import RetrainConfig, load_retrain_config
+from dflash_core.retrain.rounds import Rounds
 from flows.evaluate_drafter import evaluate_drafter
 from flows.retrain_drafter import retrain_drafter
 from tasks.registry import Registry

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_core.errors import DFlashError
 from dflash_core.evaluation import EvaluationResult, Figures
-from dflash_core.retrain import decide
+from dflash_core.retrain.decision import decide
 from tests.evaluation.test_plots import result
 
 

@@ -15,8 +15,9 @@ from dflash_core.config import parse_as
 from dflash_core.data import Conversation, Message, RejectLog, read_prompts
 from dflash_core.data.samples import is_heldout
 from dflash_core.errors import ConfigError, DataError
-from dflash_core.retrain import Decision, RetrainConfig, Round, Rounds
-from dflash_core.retrain.rounds import RetrainBusyError, pipeline_config, read_conversations
+from dflash_core.retrain import RetrainConfig
+from dflash_core.retrain.decision import Decision
+from dflash_core.retrain.rounds import RetrainBusyError, Round, Rounds, pipeline_config, read_conversations
 
 FRACTION = 0.2
 
@@ -205,7 +206,7 @@ def test_one_process_at_a_time_and_the_lock_of_a_dead_one_is_free(tmp_path: Path
     code = """
 import sys, time
 from pathlib import Path
-from dflash_core.retrain import Rounds
+from dflash_core.retrain.rounds import Rounds
 with Rounds(Path(sys.argv[1])).held():
     print("held", flush=True)
     time.sleep(600)
