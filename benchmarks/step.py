@@ -4,7 +4,7 @@ python -m benchmarks.step                                   everything, at one r
 python -m benchmarks.step --sections step profile --shape 4x3072
 python -m benchmarks.step --sections step --variants product host
 
-The variant ``product`` is recorded as ``step.bf16.<shape>``, the others with their name as suffix. Rows lie on the GPU, except in ``host``.
+The variant ``product`` is recorded as ``step.bf16.<shape>``, ``fp8`` as ``step.fp8.<shape>``, the others with their name as suffix. Rows lie on the GPU, except in ``host``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulate2": {"training": {"accumulation_steps": 2}},
     "host": {},
     "flex": {"training": {"attention": "flex"}},
+    "graphs": {"training": {"cuda_graphs": True}},
     "fp8": {"training": {"precision": "fp8"}},
+    "fp8.graphs": {"training": {"precision": "fp8", "cuda_graphs": True}},
 }
 LEARNING_RATE = 6e-4
 
@@ -133,7 +135,8 @@ class Step:
 def measure_step(recorder: Recorder, shape: Shape, variants: list[str], ceiling: float) -> None:
     """Milliseconds, share of the matmul ceiling and peak memory of each variant."""
     for variant in variants:
-        name = f"step.fp8.{shape.name}" if variant == "fp8" else f"step.bf16.{shape.name}" + ("" if variant == "product" else f".{variant}")
+        precision, _, rest = ("bf16." + variant.removeprefix("product") if variant.partition(".")[0] != "fp8" else variant).partition(".")
+        name = f"step.{precision}.{shape.name}" + (f".{rest}" if rest else "")
         recorder.attempt(f"{name}.peak", partial(_measure_variant, recorder, shape, name, variant, ceiling))
 
 
@@ -231,8 +234,9 @@ def kind_of(kernel: str) -> str:
     """The kind of a kernel, from its name."""
     kinds = {
         "product": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "aten::mm", "aten::addmm"),
-        "attention backward": ("flex_attention_backward",),
-        "attention forward": ("flex_attention",),
+        "attention backward": ("flex_attention_backward", "keys_kernel", "queries_kernel", "own_block_kernel"),
+        "attention forward": ("flex_attention", "forward_kernel"),
+        "casts": ("_cast_kernel", "_largest_kernel"),
         "loss kernel": ("softmax_gradient",),
         "optimiser": ("_adamw_kernel", "_square_sum_kernel"),
         "compiled": ("triton_",),
