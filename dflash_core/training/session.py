@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,10 +27,11 @@ from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint, shape_differences, start_from_target
 from dflash_core.errors import CheckpointError, WarmUpError
-from dflash_core.feed import RowSource, ShardRows, steps_available
+from dflash_core.feed import Row, RowSource, ShardRows, steps_available
 from dflash_core.shards import ShardDataset, expected_of
 from dflash_core.target import TargetInfo, TargetVocabulary
-from dflash_core.training.checkpoints import TrainingState, newest_training_checkpoint
+from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
+from dflash_core.training.compile_cache import with_compile_cache
 from dflash_core.training.guard import compiled_graphs, prepare_for_threads
 from dflash_core.training.memory import memory_in_use, prefer_expandable_segments
 from dflash_core.training.replica import Replica, compute_dtype
@@ -169,27 +171,39 @@ def warm_up_source(
     state = checkpoint.state if checkpoint else TrainingState()
     threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else torch.get_num_threads()
     rows = [source.row(i) for i in range(config.training.rows_per_microstep)]
-    replicas, reports = [], []
-    vocabularies: dict[torch.device, TargetVocabulary] = {}
+    build = partial(_build, config, drafter_config, info, vocabulary, devices, rows, checkpoint)
     with intra_op_threads(threads):
-        for index, device in enumerate(devices):
-            before, graphs, watch = memory_in_use(device), compiled_graphs(), time.monotonic()
-            if device not in vocabularies:
-                vocabularies[device] = _vocabulary_on(vocabulary, info, device, config.training.precision)
-            replica = Replica(index, device, config, drafter_config, vocabularies[device])
-            if checkpoint:
-                replica.load(checkpoint.weights, checkpoint.exp_avg, checkpoint.exp_avg_sq, state.updates)
-            else:
-                replica.load(initial_drafter(config, drafter_config, info).state_dict())
-            replica.warm_up(rows)
-            replicas.append(replica)
-            reports.append(DeviceWarmUp(index, str(device), time.monotonic() - watch, compiled_graphs() - graphs, before, memory_in_use(device)))
+        compiles = devices[0].type == "cuda" or config.training.compile == "on"
+        replicas, reports = with_compile_cache(devices, build) if compiles else build()
         syncs = connect(devices, config.training.stall_timeout_s)
         rehearse(replicas, syncs)
-    del checkpoint
+    del checkpoint, build
     gc.collect()
     TrainingSession(config, run_id, folder, source, settings, state, replicas, syncs, total_steps, threads).register()
     return WarmUpReport(run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters())
+
+
+def _build(
+    config: PipelineConfig, drafter_config: DFlashConfig, info: TargetInfo, vocabulary: TargetVocabulary, devices: Sequence[torch.device],
+    rows: Sequence[Row], checkpoint: TrainingCheckpoint | None,
+) -> tuple[list[Replica], list[DeviceWarmUp]]:  # fmt: skip
+    """Replicas with their weights, warmed up one after the other."""
+    replicas, reports = [], []
+    vocabularies: dict[torch.device, TargetVocabulary] = {}
+    start = initial_drafter(config, drafter_config, info).state_dict() if checkpoint is None else checkpoint.weights
+    for index, device in enumerate(devices):
+        before, graphs, watch = memory_in_use(device), compiled_graphs(), time.monotonic()
+        if device not in vocabularies:
+            vocabularies[device] = _vocabulary_on(vocabulary, info, device, config.training.precision)
+        replica = Replica(index, device, config, drafter_config, vocabularies[device])
+        if checkpoint is None:
+            replica.load(start)
+        else:
+            replica.load(start, checkpoint.exp_avg, checkpoint.exp_avg_sq, checkpoint.state.updates)
+        replica.warm_up(rows)
+        replicas.append(replica)
+        reports.append(DeviceWarmUp(index, str(device), time.monotonic() - watch, compiled_graphs() - graphs, before, memory_in_use(device)))
+    return replicas, reports
 
 
 def rehearse(replicas: Sequence[Replica], syncs: Sequence[GradientSync]) -> None:

@@ -260,7 +260,9 @@ def test_a_schedule_longer_than_the_data_is_refused_before_any_work(tmp_path: Pa
         warm_up(config(max_steps=97), tmp_path, SmallRows(rows=32))
 
 
-def test_a_compiled_drafter_trains_and_its_late_compilation_is_refused(tmp_path: Path) -> None:
+def test_a_compiled_drafter_trains_and_its_late_compilation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+
     class Longer(SmallRows):
         def row(self, ordinal: int) -> Any:
             row = super().row(ordinal)
