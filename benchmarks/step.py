@@ -4,7 +4,8 @@ python -m benchmarks.step                                   everything, at one r
 python -m benchmarks.step --sections step profile --shape 4x3072
 python -m benchmarks.step --sections step --variants product host
 
-The variant ``product`` is recorded as ``step.bf16.<shape>``, ``fp8`` as ``step.fp8.<shape>``, the others with their name as suffix. Rows lie on the GPU, except in ``host``.
+The variant ``product`` is recorded as ``step.bf16.<shape>``, ``fp8`` as ``step.fp8.<shape>``, the others with their name as suffix. Rows lie on the
+GPU, except in ``host``. The section ``profile`` takes the first variant.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from benchmarks.attention import measure_attention
@@ -40,6 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "host": {},
     "flex": {"training": {"attention": "flex"}},
     "graphs": {"training": {"cuda_graphs": True}},
+    "muon": {"training": {"optimizer": "muon"}},
+    "checkpointing": {"training": {"activation_checkpointing": True}},
     "fp8": {"training": {"precision": "fp8"}},
     "fp8.graphs": {"training": {"precision": "fp8", "cuda_graphs": True}},
 }
@@ -195,57 +196,6 @@ def _memory(step: Step, device: torch.device) -> dict[str, float]:
     }
 
 
-def profile_step(recorder: Recorder, shape: Shape, variant: str, folder: Path) -> None:
-    """Where the device time of a step goes, by kind of kernel; the kernels one by one in ``<folder>/profile-<shape>.txt``."""
-
-    def run() -> None:
-        step = build(variant, shape, recorder.device)
-        on_gpu, steps = recorder.device.type == "cuda", 3
-        with step.replica.on_device():
-            for _ in range(3):
-                step()
-            with torch.profiler.profile() as profiler:
-                for _ in range(steps):
-                    step()
-                if on_gpu:
-                    torch.cuda.synchronize()
-        kernels: dict[str, tuple[float, int]] = {}
-        for event in profiler.events():
-            on_device = event.device_type == DeviceType.CUDA
-            if on_device == on_gpu:
-                spent, count = kernels.get(event.name, (0.0, 0))
-                kernels[event.name] = spent + (event.time_range.elapsed_us() if on_device else event.self_cpu_time_total) / 1e3 / steps, count + 1
-        shares: dict[str, float] = {}
-        for kernel, (spent, _) in kernels.items():
-            shares[kind_of(kernel)] = shares.get(kind_of(kernel), 0.0) + spent
-        lines = [
-            f"{spent:9.3f} ms {count / steps:7.1f} x {kernel}" for kernel, (spent, count) in sorted(kernels.items(), key=lambda item: -item[1][0])
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"profile-{shape.name}.txt").write_text("\n".join(lines[:200]) + "\n", encoding="utf-8")
-        print("\n".join(line[:150] for line in lines[:25]), flush=True)
-        detail = {name: round(spent, 3) for name, spent in sorted(shares.items(), key=lambda item: -item[1])}
-        recorder.add(f"step.profile.{shape.name}", sum(shares.values()), "ms", steps, {"variant": variant, **detail})
-
-    recorder.attempt(f"step.profile.{shape.name}", run)
-
-
-def kind_of(kernel: str) -> str:
-    """The kind of a kernel, from its name."""
-    kinds = {
-        "product": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "aten::mm", "aten::addmm"),
-        "attention backward": ("flex_attention_backward", "keys_kernel", "queries_kernel", "own_block_kernel"),
-        "attention forward": ("flex_attention", "forward_kernel"),
-        "casts": ("_cast_kernel", "_largest_kernel"),
-        "loss kernel": ("softmax_gradient",),
-        "optimiser": ("_adamw_kernel", "_square_sum_kernel"),
-        "compiled": ("triton_",),
-        "copies": ("memcpy", "memset", "copy"),
-    }
-    lowered = kernel.lower()
-    return next((kind for kind, words in kinds.items() if any(word in lowered for word in words)), "other")
-
-
 def main(words: list[str] | None = None) -> int:
     """Measure the chosen sections; 1 if anything failed."""
     parser = arguments(__doc__ or "", ["ceiling", "mask", "loss", "attention", "step", "profile"])
@@ -260,6 +210,8 @@ def main(words: list[str] | None = None) -> int:
     if "step" in sections:
         measure_step(recorder, shape, options.variants, ceiling)
     if "profile" in sections:
+        from benchmarks.profile import profile_step  # which imports this module
+
         profile_step(recorder, shape, options.variants[0], options.results.parent)
     if "loss" in sections:
         measure_loss(recorder, shape)

@@ -32,7 +32,7 @@ def test_objective_imports_without_pydantic_as_bare_gpu_machines_need():
 def test_every_section_runs_at_a_tiny_size_and_a_second_run_measures_nothing_again(tmp_path):
     results = tmp_path / "results.jsonl"
     words = ["--shape", "tiny", "--device", "cpu", "--results", str(results), "--commit", "abc", "--attention", "grouped", "batched", "expanded"]
-    words += ["--sections", "loss", "attention", "step", "profile", "--variants", "product", "accumulate2", "host"]
+    words += ["--sections", "loss", "attention", "step", "profile", "--variants", "product", "accumulate2", "host", "muon"]
     run(f"from benchmarks.step import main\nassert main({words!r}) == 0\nassert main({words!r}) == 0")
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert all(set(record) == KEYS for record in records)
@@ -40,7 +40,7 @@ def test_every_section_runs_at_a_tiny_size_and_a_second_run_measures_nothing_aga
     assert names.count("ceiling.bf16") == 2  # a ceiling is always that of the same process
     assert len(set(names)) == len(names) - 1
     expected = {"loss.step.tiny.chunk16", "loss.error.nll.tiny", "attention.forward.tiny.batched", "step.profile.tiny"}
-    expected |= {f"step.bf16.tiny{suffix}" for suffix in ("", ".ceiling_share", ".peak", ".accumulate2", ".host")}
+    expected |= {f"step.bf16.tiny{suffix}" for suffix in ("", ".ceiling_share", ".peak", ".accumulate2", ".host", ".muon")}
     assert expected <= set(names)
     losses = next(record["detail"]["losses"] for record in records if record["name"] == "step.bf16.tiny")
     assert losses[-1] < losses[0]
