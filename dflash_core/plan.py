@@ -164,7 +164,8 @@ class Plan:
         return None if same else "the target's files have changed"
 
     def _what_is_new(self, name: str, key: str) -> str:
-        others = sorted((self.workspace / "stages").glob(f"{name}-*")) if (self.workspace / "stages").is_dir() else []
+        folders = (self.workspace / "stages").glob(f"{name}-*") if (self.workspace / "stages").is_dir() else []
+        others = [folder for folder in folders if folder != self._folder(name, key)]  # its own is there as soon as it is locked
         return f"no result for these settings (results for {len(others)} others are kept)" if others else "never run"
 
     def _digest_of_input(self, path: Path) -> str:

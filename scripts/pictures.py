@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from dflash_core.config import load_config
 from flows.deploy import deploy, submit
 from flows.services import ROOT, down, environment, up
 
@@ -36,9 +35,9 @@ PATIENCE_S = 1800.0
 
 def main() -> None:
     """Take all pictures."""
-    from prefect.client.orchestration import get_client
-
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder, services(Path(folder)), browser() as page:
+        from prefect.client.orchestration import get_client  # after the services have started: Prefect reads its settings when it is imported
+
         deploy()
         with get_client(sync_client=True) as client:
             picture_of_form(page, client)
@@ -48,6 +47,7 @@ def main() -> None:
             wait_until(lambda: ended(client, runs[0]))
             picture_of_flow(page, runs[0], "finished")
             picture_of_summary(page, client, runs[0])
+            picture_of_report(page, Path(folder) / "workspace" / "runs")
             wait_until(lambda: ended(client, runs[1]))
         pictures_of_mlflow(page)
 
@@ -131,6 +131,12 @@ def picture_of_summary(page: Page, client: Any, run: Any) -> None:
     wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]), key=ArtifactFilterKey(any_=["summary"]))
     visit(page, f"{prefect_ui()}/artifacts/artifact/{client.read_artifacts(artifact_filter=wanted)[0].id}")
     save(page, "summary")
+
+
+def picture_of_report(page: Page, runs: Path) -> None:
+    """The page that a run leaves for people."""
+    visit(page, next(runs.glob("*/report.html")).as_uri())
+    save(page, "report")
 
 
 def pictures_of_mlflow(page: Page) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from dflash_core.config import PipelineConfig
@@ -33,6 +34,12 @@ def commands() -> str:
     from flows.cli import app
 
     return "\n".join(line for words in _leaves(typer.main.get_command(app)) for line in _help(words))
+
+
+def operations() -> str:
+    """Markdown: the README's table of what is where."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    return readme[readme.index("| operation |") :].partition("\n\n")[0]
 
 
 def _group(path: str, schema: Schema, definitions: Schema, required: bool) -> Iterator[str]:
@@ -94,7 +101,7 @@ def _help(words: tuple[str, ...]) -> Iterator[str]:
     yield from ("", f"## `{' '.join(('dflashctl', *words))}`", "", "```text", text, "```")
 
 
-GENERATED: dict[str, Callable[[], str]] = {"configuration": configuration, "commands": commands}
+GENERATED: dict[str, Callable[[], str]] = {"configuration": configuration, "commands": commands, "operations": operations}
 
 if __name__ == "__main__":
     print(GENERATED[sys.argv[1]]())

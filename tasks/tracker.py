@@ -244,12 +244,17 @@ class Tracker:
 
     def page(self) -> str | None:
         """Address of the run's page, where MLflow is a server."""
-        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}" if self.uri and self.uri.startswith("http") else None
+        return self._address(f"runs/{self.run_id}")
 
     def artifact_page(self, name: str) -> str | None:
         """Address of an artifact of the run, as MLflow's pages show it."""
-        page = self.page()
-        return f"{page}/artifacts/{name}" if page else None
+        return self._address(f"runs/{self.run_id}/artifacts/{name}")
+
+    def _address(self, place: str) -> str | None:
+        if self.uri is None or not self.uri.startswith("http"):
+            return None
+        # Without the query MLflow 3 shows its pages for conversations with language models, on which a training looks empty.
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/{place}?workflowType=machine_learning"
 
     def end_run(self, run_id: str | None, status: str) -> None:
         """Set the status of a run and its end."""

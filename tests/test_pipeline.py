@@ -283,7 +283,8 @@ def test_what_was_begun_is_said_to_be_resumed(config: Path, tmp_path: Path) -> N
     plan = plan_of(config, f"run.workspace={tmp_path}")
     assert plan.stage("responses").why_not == "never run"
     run_stage(plan, "target")
-    plan.folder("responses").mkdir()
+    with stage_lock(plan.folder("responses")):
+        assert plan.stage("responses").why_not == "never run", "its own folder, made to be locked, is no result of other settings"
     (plan.folder("responses") / "journal.jsonl").touch()
     assert plan.stage("responses").why_not == "begun, will be resumed"
 

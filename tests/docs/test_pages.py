@@ -57,7 +57,7 @@ def test_the_configuration_page_tells_defaults_and_limits() -> None:
     page = GENERATED["configuration"]()
     assert "| `training.learning_rate` | number, > 0 | `0.0006` | Peak learning rate. |" in page
     assert "| `drafter.mask_token_id` | integer, ≥ 0 | required |" in page
-    assert "| `target.dtype` | `float32` or `bfloat16` | `\"bfloat16\"` |" in page
+    assert '| `target.dtype` | `float32` or `bfloat16` | `"bfloat16"` |' in page
 
 
 def test_the_command_page_has_every_command() -> None:
