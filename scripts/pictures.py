@@ -24,13 +24,14 @@ from flows.deploy import deploy, submit
 from flows.services import ROOT, down, environment, up
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, ViewportSize
 
 IMAGES = ROOT / "docs" / "images"
 CONFIG = ROOT / "configs" / "demo.yaml"
 SHORT = ["data.sources.0.limit=150", "training.epochs=20", "training.max_steps=100", "evaluation.num_prompts=4", "evaluation.max_new_tokens=32"]
 RUNS = {"decay": [], "dpace": ["objective.weighting=dpace"]}
-PATIENCE_S = 1800.0
+SIZE: ViewportSize = {"width": 1440, "height": 900}
+PATIENCE_S = 3600.0
 
 
 def main() -> None:
@@ -72,7 +73,7 @@ def browser() -> Iterator[Page]:
             executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
             args=["--no-sandbox"] if os.getuid() == 0 else [],
         )
-        page = chromium.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light", timezone_id="UTC")
+        page = chromium.new_page(viewport=SIZE, color_scheme="light", timezone_id="UTC")
         page.add_init_script("localStorage.setItem('mlflow.assistant.panelOpen_v1', 'false')")  # it takes a quarter of MLflow's pages
         page.add_init_script("localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')")
         yield page
@@ -113,9 +114,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def picture_of_form(page: Page, client: Any) -> None:
     """The form in which a run is asked for."""
     deployment = client.read_deployment_by_name("train-drafter/demo")
+    page.set_viewport_size({"width": SIZE["width"], "height": 1700})
     visit(page, f"{prefect_ui()}/deployments/deployment/{deployment.id}/run")
-    page.get_by_text("The model to be made faster.").scroll_into_view_if_needed()
     save(page, "form")
+    page.set_viewport_size(SIZE)
 
 
 def picture_of_flow(page: Page, run: Any, name: str) -> None:

@@ -78,6 +78,7 @@ def write_samples(
                 writer.add(sample)
                 reach_max_length += len(sample.tokens) == config.data.max_length
             progress(rejected.seen, 0, "conversations")
+        progress(rejected.seen, rejected.seen, "conversations")  # how many there are is known at the end only
         rejected.check(config.data.max_rejected_fraction)
         for side, writer in writers.items():
             if writer.rows == 0:
