@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 IMAGES = ROOT / "docs" / "images"
 CONFIG = ROOT / "configs" / "demo.yaml"
-SHORT = ["data.sources.0.limit=150", "training.epochs=20", "training.max_steps=100", "evaluation.num_prompts=4", "evaluation.max_new_tokens=32"]
+SHORT = ["data.sources.0.limit=90", "training.epochs=30", "training.max_steps=60", "evaluation.num_prompts=3", "evaluation.max_new_tokens=32"]
 RUNS = {"decay": [], "dpace": ["objective.weighting=dpace"]}
 SIZE: ViewportSize = {"width": 1440, "height": 900}
 PATIENCE_S = 3600.0
@@ -173,6 +173,7 @@ def save(page: Page, name: str) -> None:
     path = IMAGES / f"{name}.png"
     page.screenshot(path=path)
     Image.open(path).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    page.goto("about:blank")  # Prefect's pages move, and drawing them takes half a core
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1000} kB")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from dflash_core.config import PipelineConfig, Section, _section_in, load_config
+from dflash_core.data.rows import parse_row
 from scripts.reference import GENERATED
 from tests.docs.markdown import PAGES, ROOT, blocks, prose
 
@@ -108,6 +110,17 @@ def test_parts_of_configurations_have_known_keys_and_valid_values() -> None:
         for line in block.text.splitlines():
             group, _, value = line.partition(": ")
             load_config(minimal, [f"{group}={value}"])
+
+
+def test_rows_of_data_that_are_shown_are_read() -> None:
+    rows = [line for block in blocks("json") for line in block.text.splitlines()]
+    assert len(rows) >= 4
+    for row in rows:
+        assert parse_row(json.loads(row), "shown:1").messages[-1].content
+
+
+def test_every_block_has_a_language_so_that_no_command_goes_unseen() -> None:
+    assert [block.where for block in blocks("")] == []
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
