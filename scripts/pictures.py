@@ -44,9 +44,8 @@ def main() -> None:
             picture_of_form(page, client)
             runs = [begin(client, [f"run.workspace={folder}/workspace", f"run.name=demo-{name}", *SHORT, *more]) for name, more in RUNS.items()]
             wait_until(lambda: ended(client, runs[0]) or is_training(client, runs[0]))
-            picture_of_flow(page, runs[0], "running")
+            picture_of_flow(page, runs[0])
             wait_until(lambda: ended(client, runs[0]))
-            picture_of_flow(page, runs[0], "finished")
             picture_of_summary(page, client, runs[0])
             picture_of_report(page, Path(folder) / "workspace" / "runs")
             wait_until(lambda: ended(client, runs[1]))
@@ -120,10 +119,10 @@ def picture_of_form(page: Page, client: Any) -> None:
     page.set_viewport_size(SIZE)
 
 
-def picture_of_flow(page: Page, run: Any, name: str) -> None:
-    """The time line of a flow run, with its logs."""
+def picture_of_flow(page: Page, run: Any) -> None:
+    """The time line of a flow run that trains, with its logs."""
     visit(page, f"{prefect_ui()}/runs/flow-run/{run.id}")
-    save(page, name)
+    save(page, "running")
 
 
 def picture_of_summary(page: Page, client: Any, run: Any) -> None:

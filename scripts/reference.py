@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import PipelineConfig
+from dflash_core.retrain import RetrainConfig
 
 Schema = Mapping[str, Any]
 
@@ -23,7 +23,7 @@ _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 def configuration() -> str:
     """Markdown: a heading for every group of settings and a row for every setting, with its type, limits, default and meaning."""
-    whole = PipelineConfig.model_json_schema()
+    whole = RetrainConfig.model_json_schema()  # all of a pipeline's settings, and one group more
     return "\n".join(line for name, group in whole["properties"].items() for line in _group(name, group, whole["$defs"], name in whole["required"]))
 
 

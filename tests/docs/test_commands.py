@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from tests.docs.markdown import blocks
-from tests.flows.conftest import prefect_home, prefect_url, write_tiny_pipeline  # noqa: F401
+from tests.flows.conftest import prefect_home, prefect_url  # noqa: F401
+from tests.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +31,11 @@ PROGRAMS = {block.where: block.text for block in blocks("python")}
 def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Iterator[Path]:  # noqa: F811
     """A folder in which the files that the commands name are those of a tiny pipeline."""
     folder = tmp_path_factory.mktemp("checkout")
-    tiny = write_tiny_pipeline(folder).read_text(encoding="utf-8")
+    tiny = write_tiny_run(folder).read_text(encoding="utf-8")
+    retraining = tiny.replace("  max_steps: 12\n", "").replace("epochs: 50", "epochs: 2") + f"retrain: {{prompts: [{folder}/prompts.jsonl]}}\n"
     (folder / "configs").mkdir()
-    (folder / "configs" / "demo.yaml").write_text(tiny.replace("name: tiny", "name: demo"), encoding="utf-8")
-    (folder / "mine.yaml").write_text(tiny.replace("name: tiny", "name: mine"), encoding="utf-8")
+    for path, text in {"configs/demo.yaml": tiny, "configs/retrain-demo.yaml": retraining, "mine.yaml": tiny}.items():
+        (folder / path).write_text(text.replace("name: tiny", f"name: {Path(path).stem}"), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("DFLASH_SERVICES", os.devnull)

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from dflash_core.config import PipelineConfig, Section, _section_in, load_config
+from dflash_core.config import Section, _section_in, load_config
 from dflash_core.data.rows import parse_row
+from dflash_core.retrain import RetrainConfig
+from dflash_core.retrain.config import load_any_config
 from scripts.reference import GENERATED
 from tests.docs.markdown import PAGES, ROOT, blocks, prose
 
@@ -23,7 +25,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FOLDERS = ("configs", "dflash_core", "tasks", "flows", "tests", "scripts", "benchmarks", "docs")
 
 
-def settings(model: type[BaseModel] = PipelineConfig, prefix: str = "") -> Iterator[str]:
+def settings(model: type[BaseModel] = RetrainConfig, prefix: str = "") -> Iterator[str]:
     """The dotted path of every group and every setting."""
     for name, field in model.model_fields.items():
         yield prefix + name
@@ -64,7 +66,7 @@ def test_the_configuration_page_tells_defaults_and_limits() -> None:
 
 def test_the_command_page_has_every_command() -> None:
     page = GENERATED["commands"]()
-    for command in ("run", "plan", "validate", "evaluate", "export", "up", "down", "status", "deploy", "submit", "shards verify", "config annotate"):
+    for command in ("run", "retrain", "plan", "validate", "evaluate", "export", "up", "down", "status", "deploy", "submit", "shards verify"):
         assert f"## `dflashctl {command}`" in page
     assert "--set" in page
 
@@ -77,7 +79,7 @@ def test_files_settings_and_commands_that_a_page_names_exist(name: str) -> None:
     for code in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./-]+", code):
             assert (ROOT / code).exists(), code
-        match = re.match(rf"({'|'.join(PipelineConfig.model_fields)})\.[a-z_.0-9]+", code)
+        match = re.match(rf"({'|'.join(RetrainConfig.model_fields)})\.[a-z_.0-9]+", code)
         if match and not match[0].endswith((".json", ".yaml")):
             path = re.sub(r"\.\d+", "", match[0])
             assert path in known, code
@@ -99,7 +101,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 @pytest.mark.parametrize("block", [block for block in blocks("yaml") if "target:" in block.text], ids=lambda block: block.where)
 def test_whole_configurations_are_valid(block: object, tmp_path: Path) -> None:
     (tmp_path / "shown.yaml").write_text(block.text, encoding="utf-8")  # type: ignore[attr-defined]
-    load_config(tmp_path / "shown.yaml")
+    load_any_config(tmp_path / "shown.yaml")
 
 
 def test_parts_of_configurations_have_known_keys_and_valid_values() -> None:
