@@ -4,8 +4,8 @@ python -m benchmarks.step                                   everything, at one r
 python -m benchmarks.step --sections step profile --shape 4x3072
 python -m benchmarks.step --sections step --variants product host
 
-The variant ``product`` is recorded as ``step.bf16.<shape>``, ``fp8`` as ``step.fp8.<shape>``, the others with their name as suffix. Rows lie on the
-GPU, except in ``host``. The section ``profile`` takes the first variant.
+The variant ``product`` is recorded as ``step.bf16.<shape>``, ``fp8`` as ``step.fp8.<shape>``, the others with their name as suffix. Rows
+lie on the GPU, except in ``host``. The section ``profile`` takes the first variant.
 """
 
 from __future__ import annotations

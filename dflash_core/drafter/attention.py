@@ -37,7 +37,7 @@ class Tilings(NamedTuple):
     by_query: Tiling
 
 
-TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(64, 64, 4, 1), by_key=Tiling(64, 64, 4, 2), by_query=Tiling(128, 64, 8, 3))
+TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(16, 16, 2, 1), by_key=Tiling(64, 64, 4, 2), by_query=Tiling(128, 64, 8, 3))
 """Measured on an H200 for heads of 128 (benchmarks/RESULTS.md)."""
 
 
@@ -195,9 +195,10 @@ def launch_backward(
     dk, dv = (torch.empty((B, T, A, D), device=q.device, dtype=kc.dtype) for _ in range(2))
 
     tiling = tilings.own
-    own_block_kernel[(-(-Q // tiling.queries), B * G)](
+    queries = max(tiling.queries, S)  # whole blocks
+    own_block_kernel[(-(-Q // queries), B * G)](
         q, kb, vb, out, dout, lse, delta, own_dq, dkb, dvb, *_strides(q, kb, vb, out, dout, own_dq, dkb, dvb), A, G, Q, factor, scale,
-        GROUP=A // G, S=S, D=D, QUERIES=tiling.queries, EVEN_Q=Q % tiling.queries == 0, num_warps=tiling.warps, num_stages=tiling.stages,
+        GROUP=A // G, S=S, D=D, QUERIES=queries, EVEN_Q=Q % queries == 0, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     tiling, tiles = tilings.by_key, mask.by_key.shape[1]
     keys_kernel[(tiles * B * A,)](

@@ -77,8 +77,13 @@ class Attention(Products):
 
     def queries_keys_values(self, x_BQH: Tensor, rotation: Rotation) -> tuple[Tensor, KeysValues]:
         """[B, Q, A, D], and two of [B, Q, G, D]."""
-        q, k, v = (self._heads(x) for x in self.products(x_BQH, self.q_proj, self.k_proj, self.v_proj))
-        return rotate(self.q_norm(q), rotation), (rotate(self.k_norm(k), rotation), v)
+        q, k, v = self.unrotated(x_BQH)
+        return rotate(q, rotation), (rotate(k, rotation), v)
+
+    def unrotated(self, x_XH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [..., A, D], keys and values [..., G, D] without their positions."""
+        q, k, v = (self._heads(x) for x in self.products(x_XH, self.q_proj, self.k_proj, self.v_proj))
+        return self.q_norm(q), self.k_norm(k), v
 
     def keys_values(self, x_BXH: Tensor, rotation: Rotation) -> KeysValues:
         """Two of [B, X, G, D]."""
@@ -142,12 +147,28 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_BQH: Tensor, rotation: Rotation, attend: Callable[[Tensor, KeysValues], Tensor]) -> Tensor:
-        """``attend`` takes the queries [B, Q, A, D] and the block's keys and values, knows the context, and returns [B, Q, A, D]."""
-        attention = self.self_attn
-        normed = self.input_layernorm(x_BQH)
-        out_BQAD = attend(*attention.queries_keys_values(normed, rotation))
-        x_BQH = x_BQH + attention.products(out_BQAD.flatten(2), attention.o_proj)[0]
+    def queries_keys_values(self, x_BQH: Tensor, rotation: Rotation) -> tuple[Tensor, KeysValues]:
+        """[B, Q, A, D], and two of [B, Q, G, D]."""
+        return self.self_attn.queries_keys_values(self.input_layernorm(x_BQH), rotation)
+
+    def first_queries_keys_values(
+        self, anchors_BNH: Tensor, mask_H: Tensor, rotation: Rotation, block_size: int
+    ) -> tuple[Tensor, KeysValues]:  # fmt: skip
+        """``queries_keys_values`` of blocks that hold an anchor's token and mask tokens, which differ by their positions alone."""
+        (B, N, H), attention = anchors_BNH.shape, self.self_attn
+        copies = 16 - B * N % 16 if attention.fp8 else 1  # products in fp8 want multiples of 16 rows
+        distinct = self.input_layernorm(torch.cat([anchors_BNH.flatten(0, 1), mask_H.expand(copies, H)]))
+        q, k, v = attention.unrotated(distinct)
+
+        def blocks(x_RAD: Tensor) -> Tensor:
+            anchors, masks = x_RAD[: B * N].unflatten(0, (B, N, 1)), x_RAD[B * N].expand(B, N, block_size - 1, *x_RAD.shape[1:])
+            return torch.cat([anchors, masks], dim=2).flatten(1, 2)
+
+        return rotate(blocks(q), rotation), (rotate(blocks(k), rotation), blocks(v))
+
+    def finish(self, x_BQH: Tensor, attended_BQAD: Tensor) -> Tensor:
+        """[B, Q, H]: what follows attention."""
+        x_BQH = x_BQH + self.self_attn.products(attended_BQAD.flatten(2), self.self_attn.o_proj)[0]
         return x_BQH + self.mlp(self.post_attention_layernorm(x_BQH))
 
 
@@ -215,39 +236,63 @@ class DFlashDrafter(nn.Module):
             [B, Q, H] in the dtype of the weights, after the final norm.
         """
         dtype = self.fc.weight.dtype
-        rotations = self.rotation(context_positions_BT, dtype), self.rotation(block_positions_BQ, dtype)
-        return self.forward_rotated(features_BTF, block_embeddings_BQH, *rotations, mask)
+        context_rotation, block_rotation = self.rotation(context_positions_BT, dtype), self.rotation(block_positions_BQ, dtype)
+        context_BTH = self.context(features_BTF)
+        x_BQH = block_embeddings_BQH.to(dtype)
+        for layer in self._draft_layers():
+            q, block = layer.queries_keys_values(x_BQH, block_rotation)
+            context = layer.self_attn.keys_values(context_BTH, context_rotation)
+            x_BQH = layer.finish(x_BQH, layer.self_attn.attend(q, context, block, mask))
+        return self.norm(x_BQH)
 
-    def forward_rotated(
+    def forward_training(
         self,
         features_BTF: Tensor,
-        block_embeddings_BQH: Tensor,
+        anchor_embeddings_BNH: Tensor,
+        mask_embedding_H: Tensor,
         context_rotation: Rotation,
         block_rotation: Rotation,
         mask: Mask,
     ) -> Tensor:
-        """``forward`` with the positions as ``rotation`` gives them.
+        """``forward`` of what training needs: hidden states [B, N, P, H] of the P slots of each block that predict a token.
 
-        Compiled from here on, a kernel reads cosines and sines; compiled with them, each works those of every element out anew, which made rope's
-        backward pass seven times slower than its bytes.
+        The same function with less to do. All slots but the first hold the mask token, so the first layer's norms and products see each of them
+        alike, and are computed once for all. After the last layer's attention nothing looks at slots that predict nothing.
+
+        Args:
+            anchor_embeddings_BNH: [B, N, H] the target's embedding of the first token of each block
+            mask_embedding_H:      [H] that of the mask token, in all other slots
+            context_rotation, block_rotation: of the positions, as ``rotation`` gives them. Compiled from here on, a kernel reads cosines and
+                sines; compiled with them, each works those of every element out anew, which made rope's backward pass seven times slower.
         """
+        layers, S = list(self._draft_layers()), self.config.block_size
         context_BTH = self.context(features_BTF)
-        x_BQH = block_embeddings_BQH.to(context_BTH.dtype)
-        for layer in self._draft_layers():
+        dtype = context_BTH.dtype
+        anchors_BN1H, mask_H = anchor_embeddings_BNH[:, :, None].to(dtype), mask_embedding_H.to(dtype)
+        x_BQH = torch.cat([anchors_BN1H, mask_H.expand(*anchors_BN1H.shape[:2], S - 1, -1)], dim=2).flatten(1, 2)
+        for i, layer in enumerate(layers):
 
-            def through(x_BQH: Tensor, context_BTH: Tensor, layer: DraftLayer = layer) -> Tensor:
-                context = layer.self_attn.keys_values(context_BTH, context_rotation)
-
-                def attend(q: Tensor, block: KeysValues) -> Tensor:
-                    return layer.self_attn.attend(q, context, block, mask)
-
-                return cast(Tensor, layer(x_BQH, block_rotation, attend))
+            def through(x_BQH: Tensor, context_BTH: Tensor, layer: DraftLayer = layer, i: int = i) -> Tensor:
+                attention = layer.self_attn
+                if i == 0:
+                    q, block = layer.first_queries_keys_values(anchor_embeddings_BNH.to(dtype), mask_H, block_rotation, S)
+                else:
+                    q, block = layer.queries_keys_values(x_BQH, block_rotation)
+                attended = attention.attend(q, attention.keys_values(context_BTH, context_rotation), block, mask)
+                if i == len(layers) - 1:
+                    x_BQH, attended = (self._predicting(x) for x in (x_BQH, attended))
+                return layer.finish(x_BQH, attended)
 
             if self.activation_checkpointing:
                 x_BQH = checkpoint(through, x_BQH, context_BTH, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_BQH = through(x_BQH, context_BTH)
-        return self.norm(x_BQH)
+        return self.norm(x_BQH).unflatten(1, (anchors_BN1H.shape[1], -1))
+
+    def _predicting(self, x_BQX: Tensor) -> Tensor:
+        """[B, N * P, ...]: of each block the slots that predict a token."""
+        S = self.config.block_size
+        return x_BQX.unflatten(1, (-1, S))[:, :, self.config.spec.first_predicting_slot :].flatten(1, 2)
 
     def context(self, features_BTF: Tensor) -> Tensor:
         """[B, T, H]: what all layers see of the target's features."""
@@ -274,12 +319,8 @@ class DFlashDrafter(nn.Module):
         x_BSH = block_embeddings_BSH.to(self.fc.weight.dtype)
         rotation = self.rotation(positions_BS, x_BSH.dtype)
         for i, layer in enumerate(self._draft_layers()):
-
-            def attend(q: Tensor, block: KeysValues, attention: Attention = layer.self_attn, i: int = i) -> Tensor:
-                k, v = block
-                return attention.draft(q, *cache.joined(i)(k.transpose(1, 2), v.transpose(1, 2)))
-
-            x_BSH = layer(x_BSH, rotation, attend)
+            q, (k, v) = layer.queries_keys_values(x_BSH, rotation)
+            x_BSH = layer.finish(x_BSH, layer.self_attn.draft(q, *cache.joined(i)(k.transpose(1, 2), v.transpose(1, 2))))
         return self.norm(x_BSH)
 
     def _draft_layers(self) -> Iterable[DraftLayer]:

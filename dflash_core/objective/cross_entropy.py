@@ -56,8 +56,8 @@ def linear_cross_entropy(
         labels_M: int64, negative where a slot has no label.
         chunk_slots: most rows of logits alive at a time; memory is chunk_slots * V elements.
         softcap: the target's final logit softcap, if it has one.
-        max_labelled: bound on the number of labelled slots (N * (S - 1) for N blocks). None counts them, which on CUDA waits
-            for the device. With the bound, shapes are fixed and nothing waits; labelled slots beyond it get nll = NaN.
+        max_labelled: bound on the number of labelled slots. None counts them, which on CUDA waits for the device. With the bound,
+            shapes are fixed and nothing waits; labelled slots beyond it get nll = NaN. With a bound of M or more nothing is moved either.
     Raises:
         ValueError: shapes that do not fit together, or a chunk or bound below 1.
     """
@@ -81,10 +81,12 @@ def linear_cross_entropy(
         )
 
 
-def _labelled_slots(labels_M: Tensor, max_labelled: int | None) -> Tensor:
-    """Indices of the labelled slots: exactly those, or with a bound ``min(bound, M)`` indices with the labelled ones first."""
+def _labelled_slots(labels_M: Tensor, max_labelled: int | None) -> Tensor | None:
+    """Indices of the labelled slots: exactly those, or with a bound that many, the labelled ones first; None for all slots as they are."""
     if max_labelled is None:
         return (labels_M >= 0).nonzero().squeeze(1)
+    if max_labelled >= len(labels_M):
+        return None
     return torch.argsort((labels_M < 0).to(torch.uint8), stable=True)[:max_labelled]
 
 
@@ -95,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_MH: Tensor,
         head: Tensor | Fp8Head,
         labels_M: Tensor,
-        slots_L: Tensor,
+        slots_L: Tensor | None,
         chunk_slots: int,
         softcap: float | None,
         want_gradient: bool,
@@ -105,16 +107,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = _product_dtype(hidden_MH, weight_VH)
         weight_VH = weight_VH.to(dtype)
         statistics_dtype = torch.promote_types(dtype, torch.float32)
-        labels_L = labels_M[slots_L]
+        labels_L = labels_M if slots_L is None else labels_M[slots_L]
+        slots = len(labels_L)
         nll_L = labels_L.new_zeros(labels_L.shape, dtype=statistics_dtype)
         hit_L = torch.zeros_like(labels_L, dtype=torch.bool)
-        gradient_LH = hidden_MH.new_empty((len(slots_L) if want_gradient else 0, hidden_MH.shape[1]), dtype=dtype)
-        chunk_size = min(chunk_slots, len(slots_L))
+        gradient_LH = hidden_MH.new_empty((slots if want_gradient else 0, hidden_MH.shape[1]), dtype=dtype)
+        chunk_size = min(chunk_slots, slots)
         logits_CV = weight_VH.new_empty((chunk_size, weight_VH.shape[0]))
         softmax_CV = fp8.softmax_buffer(chunk_size) if fp8 is not None else None
-        for start in range(0, len(slots_L), chunk_slots):
+        for start in range(0, slots, chunk_slots):
             chunk = slice(start, start + chunk_slots)
-            hidden_CH = hidden_MH[slots_L[chunk]].to(dtype)
+            hidden_CH = hidden_MH[chunk if slots_L is None else slots_L[chunk]].to(dtype)
             chunk_CV, size = logits_CV[: len(hidden_CH)], len(hidden_CH)
             if fp8 is not None and softmax_CV is not None:
                 fp8.logits(hidden_CH, out=chunk_CV)
@@ -131,9 +134,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(slots_L, labels_L, gradient_LH)
         ctx.hidden_shape, ctx.hidden_dtype = hidden_MH.shape, hidden_MH.dtype
         labelled_M = labels_M >= 0
-        # a labelled slot beyond the bound keeps NaN, so that it cannot go unnoticed
-        nll_M = torch.zeros_like(labels_M, dtype=statistics_dtype).masked_fill_(labelled_M, torch.nan).index_copy_(0, slots_L, nll_L)
-        hit_M = torch.zeros_like(labelled_M).index_copy_(0, slots_L, hit_L)
+        nll_M, hit_M = nll_L, hit_L
+        if slots_L is not None:  # a labelled slot beyond the bound keeps NaN, so that it cannot go unnoticed
+            nll_M = torch.zeros_like(labels_M, dtype=statistics_dtype).masked_fill_(labelled_M, torch.nan).index_copy_(0, slots_L, nll_L)
+            hit_M = torch.zeros_like(labelled_M).index_copy_(0, slots_L, hit_L)
         probability_M = torch.exp(-nll_M).masked_fill_(~labelled_M, 0.0)  # torch.where copies its scalar to the device, and waits
         ctx.mark_non_differentiable(probability_M, hit_M)
         return nll_M, probability_M, hit_M
@@ -143,9 +147,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_nll_M: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         slots_L, labels_L, gradient_LH = ctx.saved_tensors
         scaled_LH = torch.empty_like(gradient_LH, dtype=ctx.hidden_dtype)
-        torch.mul(gradient_LH, grad_nll_M[slots_L][:, None], out=scaled_LH)  # in float32, rounded once
+        grad_nll_L = grad_nll_M if slots_L is None else grad_nll_M[slots_L]
+        torch.mul(gradient_LH, grad_nll_L[:, None], out=scaled_LH)  # in float32, rounded once
         scaled_LH.masked_fill_((labels_L < 0)[:, None], 0.0)  # with a bound, rows of slots without a label are there and may hold anything
-        grad_hidden_MH = scaled_LH.new_zeros(ctx.hidden_shape).index_copy_(0, slots_L, scaled_LH)
+        grad_hidden_MH = scaled_LH if slots_L is None else scaled_LH.new_zeros(ctx.hidden_shape).index_copy_(0, slots_L, scaled_LH)
         return grad_hidden_MH, None, None, None, None, None, None
 
 

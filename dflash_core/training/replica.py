@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import (
@@ -203,33 +204,35 @@ class Replica:
             self._graphs.apply()
 
     def _compute(self, batch: Batch) -> None:
-        config, S = self._drafter_config, self._drafter_config.block_size
+        S, first = self._drafter_config.block_size, self._drafter_config.spec.first_predicting_slot
         B, N = batch.anchors.shape
         with torch.no_grad():
             prepared = self._prepare(self.drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, self._attention)
-            embeddings_BQH = self._vocabulary.embed(prepared.ids)
+            anchors_BNH, mask_H = self._vocabulary.embed(prepared.anchor_ids), self._vocabulary.embed(prepared.mask_id)
         labels_BNS, mask = prepared.labels, prepared.mask
         seen = as_block_mask(mask, batch.tokens.shape[1], S) if isinstance(mask, BlockMaskTensors) else mask
-        hidden_MH = self._draft(self.drafter, batch.features, embeddings_BQH, prepared.context_rotation, prepared.block_rotation, seen).flatten(0, 1)
+        rotations = prepared.context_rotation, prepared.block_rotation
+        hidden_MH = self._draft(self.drafter, batch.features, anchors_BNH, mask_H, *rotations, seen).flatten(0, 2)
         if self._vocabulary.logit_scale != 1.0:
             hidden_MH = hidden_MH * self._vocabulary.logit_scale
         losses = linear_cross_entropy(
             hidden_MH,
             self._head,
-            labels_BNS.flatten(),
+            labels_BNS[..., first:].flatten(),
             chunk_slots=self._objective.chunk_slots,
             softcap=self._vocabulary.logit_softcap,
-            max_labelled=B * N * (S - config.spec.first_predicting_slot) if self._on_cuda else None,  # fixed shapes there, least work here
+            max_labelled=B * N * (S - first) if self._on_cuda else None,  # fixed shapes there, least work here
         )
-        weights_BNS, denominator = slot_weights(self._objective, labels_BNS, losses.probability.view(B, N, S))
-        loss = (weights_BNS.flatten() * losses.nll).sum()
+        nll_BNS, probability_BNS, hit_BNS = (functional.pad(x.view(B, N, -1), (first, 0)) for x in losses)
+        weights_BNS, denominator = slot_weights(self._objective, labels_BNS, probability_BNS)
+        loss = (weights_BNS * nll_BNS).sum()
         loss.backward()
         self._gradients.collect()
         tail = self._tail
         tail[Tail.LOSS] += loss.detach()
         tail[Tail.DENOMINATOR] += denominator
         tail[self.tail.labelled] += (labels_BNS >= 0).sum((0, 1))
-        tail[self.tail.hits] += losses.hit.view(B, N, S).sum((0, 1))
+        tail[self.tail.hits] += hit_BNS.sum((0, 1))
 
     def _find_nonfinite(self) -> None:
         if self._gradients.flat_P is not None:
@@ -301,10 +304,14 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 class Prepared(NamedTuple):
-    """What a batch comes to before any of its features are looked at: labels [B, N, S] and ids [B, Q] of the blocks, rotations, who sees whom."""
+    """What a batch comes to before any of its features are looked at.
+
+    Labels [B, N, S] of the blocks, ids [B, N] of their first tokens and [] of the others, rotations, and who sees whom.
+    """
 
     labels: Tensor
-    ids: Tensor
+    anchor_ids: Tensor
+    mask_id: Tensor
     context_rotation: Rotation
     block_rotation: Rotation
     mask: Tensor | BlockMaskTensors | IntervalMask
@@ -326,7 +333,8 @@ def _prepare(
         mask = dflash_dense_mask(anchors_BN, document_ids_BT, S)
     return Prepared(
         block_labels(tokens_BT, loss_mask_BT, document_ids_BT, anchors_BN, S, config.spec),
-        block_tokens(tokens_BT, anchors_BN, config).flatten(1),
+        block_tokens(tokens_BT, anchors_BN, config)[..., 0],
+        tokens_BT.new_full((), config.mask_token_id),
         drafter.rotation(positions_BT, dtype),
         drafter.rotation(positions_BQ, dtype),
         mask,
@@ -334,7 +342,7 @@ def _prepare(
 
 
 def _draft(
-    drafter: DFlashDrafter, features_BTF: Tensor, embeddings_BQH: Tensor, context: Rotation, block: Rotation, mask: Mask
+    drafter: DFlashDrafter, features_BTF: Tensor, anchors_BNH: Tensor, mask_H: Tensor, context: Rotation, block: Rotation, mask: Mask
 ) -> Tensor:  # fmt: skip
     """The drafter, from features to hidden states. The loss stays outside of what is compiled; it brings kernels of its own."""
-    return drafter.forward_rotated(features_BTF, embeddings_BQH, context, block, mask)
+    return drafter.forward_training(features_BTF, anchors_BNH, mask_H, context, block, mask)

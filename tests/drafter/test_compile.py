@@ -53,14 +53,17 @@ def test_a_block_mask_made_outside_the_compiled_drafter_needs_one_graph_too(mask
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_activation_checkpointing_gives_the_same_values_and_gradients_from_fewer_kept_tensors(compiled: bool) -> None:
-    kept, results = [], []
+    kept, results, config = [], [], drafter_config()
+    features, embeddings, context, blocks, mask = arguments(1, "dense")
+    rotations = [small_drafter().rotation(positions, torch.float32) for positions in (context, blocks)]
     for checkpointing in (False, True):
         drafter = small_drafter(num_layers=2)
         drafter.activation_checkpointing = checkpointing
-        call = torch.compile(drafter, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else drafter
+        call = drafter.forward_training
+        call = torch.compile(call, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else call
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor.numel()) or tensor, lambda tensor: tensor):
-            hidden = call(*arguments(1, "dense"))
+            hidden = call(features, embeddings[:, :: config.block_size], embeddings[0, 1], *rotations, mask)
         kept.append(sum(saved))
         hidden.pow(2).sum().backward()
         results.append([hidden.detach(), *(parameter.grad for parameter in drafter.parameters())])
