@@ -58,7 +58,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """A checkpoint in memory: fp32 tensors on the CPU, by parameter name."""
+    """A checkpoint in memory: fp32 tensors on the CPU, by parameter name. Muon's second moments are of the vectors alone."""
 
     state: TrainingState
     weights: Mapping[str, Tensor]
@@ -161,5 +161,8 @@ def _load(folder: Path, settings: Mapping[str, Any]) -> TrainingCheckpoint:
         weights, moments = load_file(folder / MODEL), load_file(folder / OPTIMIZER)
     except (OSError, KeyError, SafetensorError) as error:
         raise _DamagedError(str(error)) from error
-    split = {kind: {name: moments[f"{kind}.{name}"] for name in weights} for kind in ("exp_avg", "exp_avg_sq")}
+    split = {
+        kind: {name.removeprefix(f"{kind}."): tensor for name, tensor in moments.items() if name.startswith(f"{kind}.")}
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
     return TrainingCheckpoint(state, weights, split["exp_avg"], split["exp_avg_sq"])

@@ -34,8 +34,10 @@ class FlatLayout:
         self.size = end
 
     def views(self, flat_P: Tensor) -> dict[str, Tensor]:
-        """Each tensor by name, as a view into ``flat_P``."""
-        return {name: flat_P[start : start + math.prod(self.shapes[name])].view(self.shapes[name]) for name, start in self.offsets.items()}
+        """Each tensor by name, as a view into ``flat_P``, which is of all tensors or of the vectors alone."""
+        first = max(0, self.size - len(flat_P))
+        places = {name: slice(start - first, start - first + math.prod(self.shapes[name])) for name, start in self.offsets.items() if start >= first}
+        return {name: flat_P[place].view(self.shapes[name]) for name, place in places.items()}
 
     def checksums(self, flat_P: Tensor) -> Tensor:
         """[number of tensors] int64: each tensor's bits read as 32-bit integers and summed: exact in any order. For fp32 buffers."""

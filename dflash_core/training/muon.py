@@ -29,12 +29,12 @@ _EPS = 1e-8
 
 
 class Muon:
-    """``moments.exp_avg_P`` holds the momentum of matrices; their part of ``exp_avg_sq_P`` stays zero."""
+    """``moments`` are made for it: ``exp_avg_P`` holds the momentum of matrices, and there is no second moment of theirs."""
 
     def __init__(self, layout: FlatLayout, training: TrainingConfig, moments: Moments):
         self._layout, self._training, self._moments = layout, training, moments
         self._updates = torch.zeros((), device=moments.masters_P.device)
-        self._views = [layout.views(buffer) for buffer in moments.buffers]
+        self._masters, self._first, self._second = (layout.views(buffer) for buffer in moments.buffers)
 
     @property
     def counters(self) -> Sequence[Tensor]:
@@ -51,11 +51,10 @@ class Muon:
         rate = learning_rate * finite  # a step that is skipped is one of rate 0, with moments that stay
         for name, gradient in self._by_name(gradients):
             scaled = (gradient.float() * scale).masked_fill_(~finite, 0.0)
-            master, first, second = (views[name] for views in self._views)
             if scaled.dim() == 2:
-                self._update_matrix(master, scaled, first, rate, finite)
+                self._update_matrix(self._masters[name], scaled, self._first[name], rate, finite)
             else:
-                self._update_vector(master, scaled, first, second, rate, finite)
+                self._update_vector(self._masters[name], scaled, self._first[name], self._second[name], rate, finite)
         self._moments.refresh()
         return norm
 

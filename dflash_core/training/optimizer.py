@@ -32,10 +32,14 @@ class Optimizer(Protocol):
 
 
 class Moments:
-    """fp32 masters and AdamW's two moments, [P] each, and the weights that the drafter computes with (the masters themselves, or a rounded copy)."""
+    """fp32 masters and two moments, [P] each, and the weights that the drafter computes with (the masters themselves, or a rounded copy).
 
-    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device):
-        self.masters_P, self.exp_avg_P, self.exp_avg_sq_P = (torch.zeros(layout.size, device=device) for _ in range(3))
+    Muon keeps no second moment of matrices: there ``exp_avg_sq_P`` is of the vectors alone.
+    """
+
+    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, muon: bool = False):
+        self.masters_P, self.exp_avg_P = (torch.zeros(layout.size, device=device) for _ in range(2))
+        self.exp_avg_sq_P = torch.zeros(layout.size - layout.num_decayed if muon else layout.size, device=device)
         self.compute_P = self.masters_P if precision == torch.float32 else torch.zeros(layout.size, dtype=precision, device=device)
 
     @property

@@ -85,7 +85,7 @@ class Replica:
         self.layout = FlatLayout(drafter_config.tensor_shapes())
         self.tail = Tail(drafter_config.block_size, len(training.devices))
         precision = compute_dtype(training.precision)
-        self.moments = Moments(self.layout, precision, device)
+        self.moments = Moments(self.layout, precision, device, muon=training.optimizer == "muon")
         self._graphs: StepGraphs | None = None
         self.staging: Staging | None = None  # on CUDA, from warm-up on
         self._learning_rate = torch.zeros((), device=device)
@@ -162,13 +162,13 @@ class Replica:
         return {name: view.detach().cpu().clone() for name, view in self.layout.views(buffer_P).items()}
 
     def checksums(self) -> Tensor:
-        """[3 * number of tensors] int64: of the weights and both moments; ``describe_checksum`` says of what."""
+        """[number of tensors, of weights and both moments together] int64; ``describe_checksum`` says of what."""
         return torch.cat([self.layout.checksums(buffer) for buffer in self.moments.buffers])
 
     def describe_checksum(self, i: int) -> str:
         """What checksum ``i`` is of."""
-        kind, tensor = divmod(i, len(self.layout.shapes))
-        return f"{('weights', 'first moment', 'second moment')[kind]} of {list(self.layout.shapes)[tensor]}"
+        kinds = zip(("weights", "first moment", "second moment"), self.moments.buffers, strict=True)
+        return [f"{kind} of {name}" for kind, buffer in kinds for name in self.layout.views(buffer)][i]
 
     def begin_step(self) -> None:
         """Forget the gradients and totals of the step before."""

@@ -27,6 +27,14 @@ def test_views_write_through_and_do_not_overlap() -> None:
     assert flat[layout.size :].sum() == 0
 
 
+def test_a_buffer_of_the_vectors_alone_has_their_views() -> None:
+    layout = FlatLayout(SHAPES)
+    flat = torch.arange(layout.size)
+    whole, vectors = layout.views(flat), layout.views(flat[layout.num_decayed :])
+    assert list(vectors) == ["a.norm", "z.norm"]
+    assert all(torch.equal(vectors[name], whole[name]) for name in vectors)
+
+
 @given(name=st.sampled_from(sorted(SHAPES)), bit=st.integers(0, 31))
 def test_a_single_flipped_bit_changes_exactly_the_checksum_of_its_tensor(name: str, bit: int) -> None:
     layout = FlatLayout(SHAPES)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dflash_core.training import DrafterTrainer
 from dflash_core.training.flat import FlatLayout
@@ -20,7 +21,7 @@ RATE, DECAY, MAX_NORM = 1e-2, 0.1, 0.5
 
 def made() -> tuple[FlatLayout, Moments, Muon]:
     layout = FlatLayout(SHAPES)
-    moments = Moments(layout, torch.float32, torch.device("cpu"))
+    moments = Moments(layout, torch.float32, torch.device("cpu"), muon=True)
     for name, view in layout.views(moments.masters_P).items():
         view.copy_(torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name))))
     return layout, moments, Muon(layout, config(weight_decay=DECAY, max_grad_norm=MAX_NORM).training, moments)
@@ -98,6 +99,10 @@ def test_a_run_with_muon_learns_and_resumes_to_the_same_bits(tmp_path: Path) -> 
     stop = threading.Event()
     _, session = warm_up(settings, tmp_path / "stopped")
     assert not DrafterTrainer(session).run(lambda step, metrics: stop.set(), stop).finished
+    checkpoint = max((tmp_path / "stopped" / "checkpoints").iterdir())
+    second = [name for name in load_file(checkpoint / "optimizer.safetensors") if name.startswith("exp_avg_sq.")]
+    assert second
+    assert all("norm" in name for name in second)
     report, session = warm_up(settings, tmp_path / "stopped")
     assert 0 < report.resumed_step < 8
     DrafterTrainer(session).run()
