@@ -176,6 +176,10 @@ class TrainingConfig(Section):
         False, description="Keep only the input of each draft layer and run it again in the backward pass: less memory, a third more time."
     )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile of the drafter; auto compiles on CUDA.")
+    sync: Literal["all_reduce", "sharded"] = Field(
+        "all_reduce",
+        description="What replicas exchange: all_reduce sums all gradients everywhere; sharded gives each replica a part of masters and moments.",
+    )
     cuda_graphs: bool = Field(
         False, description="Launch each step as CUDA graphs: frees the processor, which many GPUs in one process share. Needs CUDA devices."
     )
@@ -287,6 +291,8 @@ def _cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
         if training.precision == "fp8" and count % 16:
             message = f"makes rows of {count}, and products in fp8 want multiples of 16"
             yield Problem(field, value, message, f"Round {field} up, or set training.precision to bfloat16")
+    if training.sync == "sharded" and training.optimizer == "muon":
+        yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")
     if training.cuda_graphs and not cuda:
         yield Problem(
             "training.cuda_graphs", True, f"training.devices = {list(training.devices)} has no CUDA device",

@@ -31,16 +31,28 @@ class DeviceSum:
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum in place, on the current stream. Contiguous, and of one size on all replicas."""
+        self.reduce_scatter(buffer)
+        self.all_gather(buffer)
+
+    def reduce_scatter(self, buffer: Tensor) -> None:
+        """Sum this rank's part of the buffer; the other parts stay as they are."""
         flat_n = buffer.view(-1)
-        parts = flat_n.tensor_split(len(self._board))
-        mine = parts[self._rank]
-        others = self._show(flat_n)
-        for other_n in others:
-            mine += other_n.tensor_split(len(self._board))[self._rank]
+        mine = self._parts(flat_n)[self._rank]
+        for other_n in self._show(flat_n):
+            mine += self._parts(other_n)[self._rank]
+        self._show(flat_n)  # nobody goes on, and writes into its buffer, before all have read
+
+    def all_gather(self, buffer: Tensor) -> None:
+        """Copy every rank's part of the buffer from that rank."""
+        flat_n = buffer.view(-1)
+        parts = self._parts(flat_n)
         for shift, other_n in enumerate(self._show(flat_n), start=1):
             owner = (self._rank + shift) % len(self._board)
-            parts[owner].copy_(other_n.tensor_split(len(self._board))[owner])
-        self._show(flat_n)  # nobody goes on, and writes into its buffer, before all have copied
+            parts[owner].copy_(self._parts(other_n)[owner])
+        self._show(flat_n)
+
+    def _parts(self, flat_n: Tensor) -> tuple[Tensor, ...]:
+        return flat_n.tensor_split(len(self._board))
 
     def _show(self, flat_n: Tensor) -> list[Tensor]:
         """Show a buffer as it will be once the current stream has come here, and wait for all: the others' buffers, the next rank's first."""

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from dflash_core.drafter import DFlashDrafter
-from dflash_core.training.flat import FlatLayout
+from dflash_core.training.flat import FlatLayout, Shard
 from dflash_core.training.optimizer import Part
 
 
 class AddedGradients:
     """fp32, in one buffer with the tail; ``.grad`` is always there, so accumulating and not accumulating are the same."""
 
-    def __init__(self, layout: FlatLayout, drafter: DFlashDrafter, precision: torch.dtype, tail_size: int, device: torch.device):
-        P = layout.size
+    def __init__(
+        self, layout: FlatLayout, drafter: DFlashDrafter, precision: torch.dtype, tail_size: int, device: torch.device, shard: Shard | None = None
+    ):  # fmt: skip
+        P, self._shard = layout.size, shard or layout.shard(0)
         self.buffer = torch.zeros(P + tail_size, device=device)
         self.flat_P, self.tail = self.buffer[:P], self.buffer[P:]
         self.summed = [self.buffer]
@@ -46,14 +48,18 @@ class AddedGradients:
             self._compute_P.zero_()
 
     def parts(self) -> list[Part]:
-        """The gradients for the update, summed over the replicas by then."""
-        return [(0, self.flat_P)]
+        """The gradients of the shard for the update, summed over the replicas by then, with their places in the shard."""
+        return [(0, self.flat_P[self._shard.slice])]
 
 
 class HandedGradients:
     """The tensors of the backward pass; packed into one buffer of ``dtype`` if ``packed``, else left where they are."""
 
-    def __init__(self, layout: FlatLayout, drafter: DFlashDrafter, dtype: torch.dtype, tail_size: int, device: torch.device, packed: bool):
+    def __init__(
+        self, layout: FlatLayout, drafter: DFlashDrafter, dtype: torch.dtype, tail_size: int, device: torch.device, packed: bool,
+        shard: Shard | None = None,
+    ):  # fmt: skip
+        self._shard = shard or layout.shard(0)
         parameters = dict(drafter.named_parameters())
         self._layout, self._parameters = layout, [(start, parameters[name]) for name, start in layout.offsets.items()]
         self.tail = torch.zeros(tail_size, device=device)
@@ -82,11 +88,11 @@ class HandedGradients:
         self._drop()
 
     def parts(self) -> list[Part]:
-        """The gradients for the update, summed over the replicas by then."""
+        """The gradients of the shard for the update, summed over the replicas by then, with their places in the shard."""
         if self.flat_P is None:
             return [(start, cast(Tensor, parameter.grad)) for start, parameter in self._parameters]
-        cut = self._layout.num_decayed
-        return [(0, self.flat_P[:cut]), (cut, self.flat_P[cut:])]
+        mine, cut = self.flat_P[self._shard.slice], self._shard.num_decayed
+        return [(start, piece) for start, piece in ((0, mine[:cut]), (cut, mine[cut:])) if piece.numel()]
 
     def _drop(self) -> None:
         for _, parameter in self._parameters:

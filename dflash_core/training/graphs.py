@@ -24,20 +24,20 @@ class StepGraphs:
 
     def __init__(
         self, stream: torch.cuda.Stream, batch: Batch, *, first: Callable[[Batch], None], further: Callable[[Batch], None],
-        close: Callable[[], None], apply: Callable[[], None], accumulating: bool,
+        close: Callable[[], None] | None, apply: Callable[[], None], accumulating: bool,
     ):  # fmt: skip
         """
         Args:
             batch:        on the device; later batches are copied into its tensors
             first:        begins a step and computes its first micro-step
             further:      computes a micro-step after the first, called only if ``accumulating``
-            close, apply: the other parts of a step
+            close, apply: the other parts of a step; None where there is nothing to do
         """
         self._stream, self._batch = stream, batch
         self._pool = torch.cuda.graph_pool_handle()
         self._first = self._capture(first, batch)
         self._further = self._capture(further, batch) if accumulating else None
-        self._close = self._capture(close)
+        self._close = self._capture(close) if close else None
         self._apply = self._capture(apply)
         self._next: torch.cuda.CUDAGraph | None = self._first
 
@@ -54,7 +54,8 @@ class StepGraphs:
 
     def close(self) -> None:
         """What comes before the sum."""
-        self._close.replay()
+        if self._close is not None:
+            self._close.replay()
 
     def apply(self) -> None:
         """What comes after it."""

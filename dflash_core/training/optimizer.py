@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_core.config import TrainingConfig
-from dflash_core.training.flat import FlatLayout
+from dflash_core.training.flat import FlatLayout, Shard
 
 Part = tuple[int, Tensor]
 """A contiguous piece of the gradient and where in the flat layout it starts."""
@@ -34,13 +34,17 @@ class Optimizer(Protocol):
 class Moments:
     """fp32 masters and two moments, [P] each, and the weights that the drafter computes with (the masters themselves, or a rounded copy).
 
+    Of a shard there are masters, moments and ``compute_P`` of that part alone; ``weights_P`` are all weights, and ``compute_P`` lies in them.
     Muon keeps no second moment of matrices: there ``exp_avg_sq_P`` is of the vectors alone.
     """
 
-    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, muon: bool = False):
-        self.masters_P, self.exp_avg_P = (torch.zeros(layout.size, device=device) for _ in range(2))
-        self.exp_avg_sq_P = torch.zeros(layout.size - layout.num_decayed if muon else layout.size, device=device)
-        self.compute_P = self.masters_P if precision == torch.float32 else torch.zeros(layout.size, dtype=precision, device=device)
+    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, shard: Shard | None = None, muon: bool = False):
+        shard = shard or layout.shard(0)
+        self.weights_P = torch.zeros(layout.size, dtype=precision, device=device)
+        self.compute_P = self.weights_P[shard.slice]
+        self.masters_P = self.compute_P if precision == torch.float32 else torch.zeros(shard.size, device=device)
+        self.exp_avg_P = torch.zeros(shard.size, device=device)
+        self.exp_avg_sq_P = torch.zeros(shard.size - shard.num_decayed if muon else shard.size, device=device)
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,11 +63,15 @@ class TorchAdamW:
     The gradients are a buffer of fp32 that lives as long as the optimiser, and are scaled in place.
     """
 
-    def __init__(self, layout: FlatLayout, training: TrainingConfig, moments: Moments, gradients_P: Tensor):
-        self._moments, self._max_norm, self._gradients_P = moments, training.max_grad_norm, gradients_P
+    def __init__(
+        self, layout: FlatLayout | Shard, training: TrainingConfig, moments: Moments, gradients_P: Tensor, square_sum: Tensor | None = None
+    ):  # fmt: skip
+        """``square_sum``: of the whole summed gradient, float32 scalar, where this is a shard of it."""
+        self._moments, self._max_norm, self._gradients_P, self._square_sum = moments, training.max_grad_norm, gradients_P, square_sum
         self._learning_rate = torch.zeros((), device=gradients_P.device)
         parts = [(slice(0, layout.num_decayed), training.weight_decay), (slice(layout.num_decayed, layout.size), 0.0)]
         groups = []
+        parts = [(part, decay) for part, decay in parts if part.start < part.stop]
         for part, weight_decay in parts:
             parameter = nn.Parameter(moments.masters_P[part])
             parameter.grad = gradients_P[part]
@@ -83,7 +91,7 @@ class TorchAdamW:
 
     def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: Tensor) -> Tensor:
         """See ``FusedAdamW.update``; the gradients are the buffer that the optimiser was made with."""
-        norm = torch.linalg.vector_norm(self._gradients_P) / denominator
+        norm = (torch.linalg.vector_norm(self._gradients_P) if self._square_sum is None else self._square_sum.sqrt()) / denominator
         self._gradients_P.mul_((self._max_norm / (norm + 1e-6)).clamp_max(1.0) / denominator)
         self._learning_rate.copy_(learning_rate)
         self._adamw.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
@@ -95,8 +103,9 @@ class TorchAdamW:
 class FusedAdamW:
     """``adamw_kernel`` over whatever pieces the gradient comes in."""
 
-    def __init__(self, layout: FlatLayout, training: TrainingConfig, moments: Moments):
-        self._layout, self._training, self._moments = layout, training, moments
+    def __init__(self, layout: FlatLayout | Shard, training: TrainingConfig, moments: Moments, square_sum: Tensor | None = None):
+        """``square_sum``: of the whole summed gradient, float32 scalar, where this is a shard of it."""
+        self._layout, self._training, self._moments, self._square_sum = layout, training, moments, square_sum
         self._updates = torch.zeros((), device=moments.masters_P.device)
 
     @property
@@ -117,7 +126,7 @@ class FusedAdamW:
         """
         from dflash_core.training.adamw_kernel import adamw_, gradient_norm  # Triton is not there on every platform
 
-        norm = gradient_norm([gradient for _, gradient in gradients]) / denominator
+        norm = (gradient_norm([gradient for _, gradient in gradients]) if self._square_sum is None else self._square_sum.sqrt()) / denominator
         finite = torch.isfinite(norm)
         scale = ((self._training.max_grad_norm / (norm + 1e-6)).clamp_max(1.0) / denominator).masked_fill_(~finite, torch.nan)
         self._updates += finite

@@ -82,10 +82,13 @@ class Replica:
         self._attention = attention_kind(training.attention, device, training.precision, drafter_config)
         self._training, self._objective = training, config.objective
         self._drafter_config, self._vocabulary = drafter_config, vocabulary
-        self.layout = FlatLayout(drafter_config.tensor_shapes())
+        parts = len(training.devices) if training.sync == "sharded" else 1
+        self.layout = FlatLayout(drafter_config.tensor_shapes(), parts)
+        self.sharded = parts > 1
+        self.shard = self.layout.shard(index if self.sharded else 0)
         self.tail = Tail(drafter_config.block_size, len(training.devices))
         precision = compute_dtype(training.precision)
-        self.moments = Moments(self.layout, precision, device, muon=training.optimizer == "muon")
+        self.moments = Moments(self.layout, precision, device, shard=self.shard, muon=training.optimizer == "muon")
         self._graphs: StepGraphs | None = None
         self.staging: Staging | None = None  # on CUDA, from warm-up on
         self._learning_rate = torch.zeros((), device=device)
@@ -95,7 +98,7 @@ class Replica:
         if training.precision == "fp8":
             self.drafter.use_fp8()
             self._head = Fp8Head(vocabulary.head_weight)
-        weights = self.layout.views(self.moments.compute_P)
+        weights = self.layout.views(self.moments.weights_P)
         for name, parameter in self.drafter.named_parameters():
             parameter.data = weights[name]
         self._gradients: AddedGradients | HandedGradients
@@ -104,12 +107,13 @@ class Replica:
             accumulating = training.accumulation_steps > 1
             self._gradients = HandedGradients(
                 self.layout, self.drafter, torch.float32 if accumulating else precision, self.tail.size, device,
-                packed=accumulating or len(training.devices) > 1,
+                packed=accumulating or len(training.devices) > 1, shard=self.shard,
             )  # fmt: skip
-            self._optimizer = FusedAdamW(self.layout, training, self.moments)
+            self._optimizer = FusedAdamW(self.shard, training, self.moments, self._gradients.tail[Tail.GRAD_NORM] if self.sharded else None)
         else:
-            self._gradients = AddedGradients(self.layout, self.drafter, precision, self.tail.size, device)
-            self._optimizer = TorchAdamW(self.layout, training, self.moments, self._gradients.flat_P)
+            self._gradients = AddedGradients(self.layout, self.drafter, precision, self.tail.size, device, self.shard)
+            gradients_P, square_sum = self._gradients.flat_P[self.shard.slice], self._gradients.tail[Tail.GRAD_NORM] if self.sharded else None
+            self._optimizer = TorchAdamW(self.shard, training, self.moments, gradients_P, square_sum)
         if training.optimizer == "muon":
             self._optimizer = Muon(self.layout, training, self.moments)
 
@@ -138,6 +142,26 @@ class Replica:
         return self._gradients.summed
 
     @property
+    def gradients(self) -> Tensor:
+        """All gradients in one buffer; there is one wherever there are several replicas."""
+        assert self._gradients.flat_P is not None
+        return self._gradients.flat_P
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights that the drafter computes with."""
+        return self.moments.weights_P
+
+    @property
+    def totals(self) -> Tensor:
+        """The tail alone."""
+        return self._gradients.tail
+
+    def measure_shard(self) -> None:
+        """Once this replica's shard of the gradients has been summed: put the sum of its squares into the tail, which is summed then."""
+        self._tail[Tail.GRAD_NORM] = torch.linalg.vector_norm(self.gradients[self.shard.slice], dtype=torch.float32).square()
+
+    @property
     def _tail(self) -> Tensor:
         return self._gradients.tail
 
@@ -149,24 +173,30 @@ class Replica:
         updates: int = 0,
     ) -> None:
         """Take over fp32 weights and, when resuming, the optimiser's moments; without moments it starts afresh."""
-        for buffer, tensors in zip(self.moments.buffers, (weights, exp_avg, exp_avg_sq), strict=True):
+        for name, view in self.layout.views(self.moments.weights_P).items():
+            view.copy_(weights[name])
+        for buffer, tensors in zip(self.moments.buffers, (weights, exp_avg or {}, exp_avg_sq or {}), strict=True):
             buffer.zero_()
-            for name, tensor in (tensors or {}).items():
-                self.layout.views(buffer)[name].copy_(tensor)
+            if self.sharded and tensors:
+                for name, elements, place in self.layout.pieces(self.shard):
+                    buffer[place].copy_(tensors[name].reshape(-1)[elements])
+            elif tensors:
+                for name, view in self.layout.views(buffer).items():
+                    view.copy_(tensors[name])
         for counter in self._optimizer.counters:
             counter.fill_(updates)
         self.moments.refresh()
 
-    def tensors(self, buffer_P: Tensor) -> dict[str, Tensor]:
-        """A copy of a buffer of ``moments`` on the CPU, by parameter name. Waits for the device."""
-        return {name: view.detach().cpu().clone() for name, view in self.layout.views(buffer_P).items()}
-
     def checksums(self) -> Tensor:
-        """[number of tensors, of weights and both moments together] int64; ``describe_checksum`` says of what."""
+        """[n] int64: of masters and moments of each tensor, or of the weights alone where masters are sharded; ``describe_checksum`` says of what."""
+        if self.sharded:
+            return self.layout.checksums(self.moments.weights_P)
         return torch.cat([self.layout.checksums(buffer) for buffer in self.moments.buffers])
 
     def describe_checksum(self, i: int) -> str:
         """What checksum ``i`` is of."""
+        if self.sharded:
+            return f"weights of {list(self.layout.shapes)[i]}"
         kinds = zip(("weights", "first moment", "second moment"), self.moments.buffers, strict=True)
         return [f"{kind} of {name}" for kind, buffer in kinds for name in self.layout.views(buffer)][i]
 
@@ -275,7 +305,8 @@ class Replica:
             if self._training.cuda_graphs:
                 read = batch.map(lambda tensor: tensor.to(self.device, copy=True))
                 self._graphs = StepGraphs(
-                    self._stream, read, first=self._begin_and_compute, further=self._compute, close=self._find_nonfinite, apply=self._update,
+                    self._stream, read, first=self._begin_and_compute, further=self._compute,
+                    close=self._find_nonfinite if self._gradients.flat_P is not None else None, apply=self._update,
                     accumulating=self._training.accumulation_steps > 1,
                 )  # fmt: skip
                 self._rehearse(batch)
@@ -292,6 +323,8 @@ class Replica:
             self.micro_step(batch)
         self.close_step(False)
         self._gradients.parts()[0][1].view(-1)[0] = float("nan")  # the update runs, and is skipped by the rule for non-finite gradients
+        if self.sharded:
+            self.measure_shard()
         self.apply(0.0)
         self.totals_later()()
         self.checksums()
@@ -301,6 +334,21 @@ class Replica:
 def compute_dtype(precision: str) -> torch.dtype:
     """The dtype of weights and activations under ``training.precision``; products in fp8 begin and end in bfloat16."""
     return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def gather(replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], ...]:
+    """Masters and both moments of all replicas together, on the CPU, by parameter name. Waits for the devices.
+
+    Call it from the worker of one replica after a step: the others cannot change theirs before it meets them again.
+    """
+    layout, whole = replicas[0].layout, []
+    for kind in range(3):
+        flat_P = torch.empty(layout.size) if replicas[0].sharded else torch.empty_like(replicas[0].moments.buffers[kind], device="cpu")
+        for replica in replicas if replicas[0].sharded else replicas[:1]:
+            with replica.on_device():
+                flat_P[replica.shard.slice].copy_(replica.moments.buffers[kind])
+        whole.append({name: view.clone() for name, view in layout.views(flat_P).items()})
+    return tuple(whole)
 
 
 class Prepared(NamedTuple):

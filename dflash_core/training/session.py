@@ -46,6 +46,7 @@ OPERATIONAL = {
     "compare_replicas_every",
     "max_nonfinite_steps",
     "strict_memory",
+    "sync",
     "stall_timeout_s",
 }
 """Settings of ``training`` that change how it is run and watched, not what comes out."""
@@ -175,7 +176,7 @@ def warm_up_source(
     with intra_op_threads(threads):
         compiles = devices[0].type == "cuda" or config.training.compile == "on"
         replicas, reports = with_compile_cache(devices, build) if compiles else build()
-        syncs = connect(devices, config.training.stall_timeout_s)
+        syncs = connect(devices, config.training.stall_timeout_s, config.training.sync)
         rehearse(replicas, syncs)
     del checkpoint, build
     gc.collect()
@@ -215,8 +216,8 @@ def rehearse(replicas: Sequence[Replica], syncs: Sequence[GradientSync]) -> None
     def meet(rank: int) -> None:
         replica, sync = replicas[rank], syncs[rank]
         with replica.on_device():
-            for tensor in replica.summed:
-                sync.all_reduce(tensor)
+            sync.sum_gradients(replica)
+            sync.share_weights(replica)
             compare(sync, replica.checksums(), replica.describe_checksum, 0)
             replica.begin_step()
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,37 @@ from dflash_core.training.meeting import Meeting
 Result = TypeVar("Result")
 
 
+class Exchanged(Protocol):
+    """What a replica gives to the exchange of a step. ``summed`` is what all replicas sum: gradients and tail."""
+
+    @property
+    def summed(self) -> Sequence[Tensor]: ...
+
+    @property
+    def gradients(self) -> Tensor: ...
+
+    @property
+    def totals(self) -> Tensor: ...
+
+    @property
+    def weights(self) -> Tensor: ...
+
+    def measure_shard(self) -> None: ...
+
+
 class GradientSync:
-    """One replica's end of the collectives. All R ranks call the same methods in the same order, each from its own thread."""
+    """One replica's end of the collectives. All R ranks call the same methods in the same order, each from its own thread.
+
+    In this implementation every replica gets all sums and updates all weights; ``ShardedSync`` is the other one.
+    """
+
+    def sum_gradients(self, replica: Exchanged) -> None:
+        """Before the update."""
+        for tensor in replica.summed:
+            self.all_reduce(tensor)
+
+    def share_weights(self, replica: Exchanged) -> None:
+        """After the update: all have the same weights already."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | DeviceSum | None):
         self.rank = rank
@@ -58,7 +87,45 @@ class GradientSync:
         return table_Rn
 
 
-def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientSync]:
+class ShardedSync(GradientSync):
+    """Each replica gets the sums of its shard alone, updates the weights of it, and receives the others' weights.
+
+    As much is sent as for an all-reduce, but masters and moments take an R-th of the memory, and the update an R-th of the time.
+    """
+
+    def sum_gradients(self, replica: Exchanged) -> None:
+        """Sum this replica's shard, and the tail with the squares of all shards. What else the buffer holds afterwards is undefined."""
+        self._reduce_scatter(replica.gradients)
+        replica.measure_shard()
+        self.all_reduce(replica.totals)
+
+    def share_weights(self, replica: Exchanged) -> None:
+        """Send the shard's weights to all."""
+        self._all_gather_in_place(replica.weights)
+
+    def _reduce_scatter(self, buffer_P: Tensor) -> None:
+        self.meeting.wait()
+        if isinstance(self._group, DeviceSum):
+            self._group.reduce_scatter(buffer_P)
+        elif self._group is not None and buffer_P.is_cuda:
+            self._group._reduce_scatter_base(self._mine(buffer_P), buffer_P).wait()
+        elif self._group is not None:  # Gloo's own leaves the order of the additions open
+            self._group.allreduce([buffer_P]).wait()
+
+    def _all_gather_in_place(self, buffer_P: Tensor) -> None:
+        self.meeting.wait()
+        if isinstance(self._group, DeviceSum):
+            self._group.all_gather(buffer_P)
+        elif self._group is not None and buffer_P.is_cuda:
+            self._group._allgather_base(buffer_P, self._mine(buffer_P)).wait()
+        elif self._group is not None:
+            self._group._allgather_base(buffer_P, self._mine(buffer_P).clone()).wait()
+
+    def _mine(self, buffer_P: Tensor) -> Tensor:
+        return buffer_P.view(self.size, -1)[self.rank]
+
+
+def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_reduce") -> list[GradientSync]:
     """A ``GradientSync`` for each device, all ranks in this process.
 
     Making a group waits for all ranks, so each is made in a thread of its own; these threads have ended when this returns.
@@ -66,14 +133,16 @@ def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientS
     Args:
         devices:   one per replica: all cpu or all CUDA. Of several CUDA devices each is named once, or all replicas are on one
         timeout_s: seconds after which a collective gives up
+        kind:      ``training.sync``: all_reduce or sharded
     """
     size = len(devices)
     meeting = Meeting(size)
+    end = ShardedSync if kind == "sharded" else GradientSync
     if size == 1:
         return [GradientSync(0, 1, meeting, None)]
     if devices[0].type == "cuda" and len(set(devices)) == 1:
         board: list[Shown | None] = [None] * size
-        return [GradientSync(rank, size, meeting, DeviceSum(rank, meeting, board)) for rank in range(size)]
+        return [end(rank, size, meeting, DeviceSum(rank, meeting, board)) for rank in range(size)]
     make = _nccl if devices[0].type == "cuda" and len(set(devices)) == size else _gloo  # NCCL wants a device of its own for each rank
     store = dist.HashStore()  # type: ignore[attr-defined]
 
@@ -81,7 +150,7 @@ def connect(devices: Sequence[torch.device], timeout_s: float) -> list[GradientS
         try:
             if devices[rank].type == "cuda":
                 torch.cuda.set_device(devices[rank])
-            sync = GradientSync(rank, size, meeting, make(store, rank, size, timedelta(seconds=timeout_s)))
+            sync = end(rank, size, meeting, make(store, rank, size, timedelta(seconds=timeout_s)))
             sync.all_reduce(torch.zeros(1, device=devices[rank]))  # NCCL opens its channels with the first call
         except BaseException:
             meeting.abort()

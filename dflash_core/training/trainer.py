@@ -35,6 +35,7 @@ from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, 
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.memory import watches
 from dflash_core.training.metrics import MetricLog
+from dflash_core.training.replica import gather
 from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread, warm_up
 from dflash_core.training.worker import Shared, Worker, describe_nonfinite
 
@@ -123,7 +124,7 @@ class DrafterTrainer:
         weights = session.folder / "final" / "model.safetensors"
         if finished:
             with atomic_write(weights) as temporary:
-                save_file(session.replicas[0].tensors(session.replicas[0].moments.masters_P), temporary)
+                save_file(gather(session.replicas)[0], temporary)
         result = TrainingResult(
             finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3),
             dict(log.last), weights if finished else None,

@@ -20,7 +20,7 @@ from dflash_core.feed import Feed
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.memory import MemoryWatch
-from dflash_core.training.replica import Replica
+from dflash_core.training.replica import Replica, gather
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import TrainingSession
 from dflash_core.training.staging import Batches, BatchesFromFeed, StagedBatches
@@ -182,10 +182,10 @@ class Worker:
             self._batches.release()
         replica.close_step(self.shared.stop_requested)
         self.beacon(f"waits for the other replicas in step {step + 1}")
-        for tensor in replica.summed:
-            self.sync.all_reduce(tensor)
+        self.sync.sum_gradients(replica)
         self.beacon(f"applies step {step + 1}")
         replica.apply(rate)
+        self.sync.share_weights(replica)
         self._pending.append((step, replica.totals_later(), rate, waited))
         if self._memory is not None:
             self._memory.after_step(step + 1)
@@ -223,7 +223,7 @@ class Worker:
         self.beacon(f"writes the checkpoint of step {self._state.step}")
         replica = self.replica
         self._state = replace(self._state, updates=replica.updates)
-        weights, exp_avg, exp_avg_sq = (replica.tensors(buffer) for buffer in replica.moments.buffers)
+        weights, exp_avg, exp_avg_sq = gather(self.shared.session.replicas)
         self.shared.save(TrainingCheckpoint(self._state, weights, exp_avg, exp_avg_sq))
         self.shared.last_progress = self._mark = time.monotonic()
 

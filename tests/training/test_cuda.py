@@ -56,6 +56,16 @@ def test_graphs_give_the_numbers_of_the_step_without_them(tmp_path: Path, device
         torch.testing.assert_close(graphs_[name], weight, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]])
+def test_a_sharded_optimiser_trains_as_the_other_does(tmp_path: Path, devices: list[str]) -> None:
+    if int(devices[-1][-1]) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    for name, settings in (("all_reduce", {}), ("sharded", {"sync": "sharded"}), ("graphs", {"sync": "sharded", "cuda_graphs": True})):
+        assert run(config(devices=devices, max_steps=8, compare_replicas_every=1, **settings), tmp_path / name).finished
+    for name in ("sharded", "graphs"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "all_reduce"), rel=1e-4)
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_host_waits_for_the_device_nowhere_in_a_step(graphs: bool) -> None:
     settings = config(devices=["cuda:0"], precision="bfloat16", cuda_graphs=graphs, objective={"weighting": "dpace"})

@@ -43,3 +43,18 @@ def test_a_single_flipped_bit_changes_exactly_the_checksum_of_its_tensor(name: s
     layout.views(flat)[name].view(-1).view(torch.int32)[2] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
     changed = (layout.checksums(flat) != before).nonzero().flatten().tolist()
     assert changed == [list(layout.offsets).index(name)]
+
+
+@given(parts=st.integers(1, 5))
+def test_shards_are_of_one_size_and_hold_every_element_once(parts: int) -> None:
+    layout = FlatLayout(SHAPES, parts)
+    shards = [layout.shard(part) for part in range(parts)]
+    assert len({shard.size for shard in shards}) == 1
+    assert sum(shard.num_decayed for shard in shards) == layout.num_decayed
+    flat, seen = torch.zeros(layout.size), []
+    for shard in shards:
+        for name, elements, place in layout.pieces(shard):
+            flat[shard.slice][place] += 1
+            seen.append((name, elements.start, elements.stop))
+    assert all((view == 1).all() for view in layout.views(flat).values())
+    assert flat.sum() == sum(stop - start for _, start, stop in seen)

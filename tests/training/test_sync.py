@@ -69,6 +69,26 @@ def test_replicas_of_one_device_sum_to_the_same_bits_by_reading_each_other(
     torch.testing.assert_close(results[0], sum(buffer(rank) for rank in range(replicas)), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.07)
 
 
+def test_shards_are_summed_and_sent_back_as_an_all_reduce_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Mock)
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    for device in ("cpu", "cuda:0"):  # Gloo, and replicas that share a device, whose buffers are on the CPU here
+        syncs = connect([torch.device(device)] * 3, 20.0, "sharded")
+
+        def exchange(sync: GradientSync) -> torch.Tensor:
+            gradients = torch.randn(99, generator=torch.Generator().manual_seed(sync.rank))
+            replica = Mock(gradients=gradients, totals=torch.zeros(4), weights=torch.zeros(99))
+            sync.sum_gradients(replica)
+            mine = slice(33 * sync.rank, 33 * sync.rank + 33)
+            replica.weights[mine] = gradients[mine]
+            sync.share_weights(replica)
+            return replica.weights
+
+        results = in_threads(syncs, exchange)
+        assert all(torch.equal(results[0], result) for result in results)
+        torch.testing.assert_close(results[0], sum(torch.randn(99, generator=torch.Generator().manual_seed(rank)) for rank in range(3)))
+
+
 def test_all_gather_shows_every_replicas_values_to_all() -> None:
     syncs = connect([torch.device("cpu")] * 3, 20.0)
     tables = in_threads(syncs, lambda sync: sync.all_gather(torch.tensor([sync.rank, 2**60 + sync.rank])))
