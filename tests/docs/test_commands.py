@@ -1,4 +1,4 @@
-"""The commands and programs of README and docs work as they stand there, one after the other, on a tiny target."""
+"""The commands and programs of README and docs work as they stand there, one after the other in one folder, on a tiny target."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Iter
         yield folder
 
 
-def test_every_command_is_run_or_listed_with_a_reason(checkout: Path) -> None:
-    missing = [command for command in LISTED["commands"] if command not in COMMANDS]
-    assert not missing, f"not_run.yaml names commands that stand nowhere any more: {missing}"
-    for command in COMMANDS:
-        if command not in LISTED["commands"]:
-            status, output = run(instead(command))
-            assert status == 0, f"{command}\n{output}"
+def test_only_commands_that_stand_somewhere_are_listed() -> None:
+    assert [command for command in LISTED["commands"] if command not in COMMANDS] == []
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in LISTED["commands"]])
+def test_every_command_works_or_is_listed_with_a_reason(command: str, checkout: Path) -> None:
+    status, output = run(instead(command))
+    assert status == 0, output
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("dflashctl ")])
