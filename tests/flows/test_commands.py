@@ -114,12 +114,10 @@ def test_evaluate_refuses_a_drafter_for_another_target(config: Path, tmp_path: P
     assert "config.json: num_target_layers = 8, but target has 6" in errors
 
 
-def test_evaluate_asks_the_registry_for_a_champion_and_says_that_there_is_none(config: Path) -> None:
-    status, _, errors = dflashctl("evaluate", str(config), "--drafter", "champion")
-    assert status == 2
-    assert "drafter = 'champion': no version of dflash-target in sqlite:" in errors
+def test_evaluate_of_a_folder_that_is_not_there_says_what_else_there_is(config: Path) -> None:
     status, _, errors = dflashctl("evaluate", str(config), "--drafter", "no/such/folder")
-    assert (status, "there is no such folder" in errors) == (2, True)
+    assert status == 2
+    assert "drafter = 'no/such/folder': there is no such folder. Name a folder, 'champion' or the number of a version" in errors
 
 
 def test_evaluate_before_training_says_what_to_run(config: Path) -> None:

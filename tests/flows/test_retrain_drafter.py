@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 NAME = "dflash-target"
 POOR = ["training.learning_rate=1e-8", "training.epochs=1"]
-GOOD = ["training.learning_rate=1e-2", "training.epochs=12"]
+GOOD = ["training.learning_rate=1e-2", "training.epochs=8"]
 
 
 class Weekly:

@@ -1,17 +1,12 @@
-"""The temporary Prefect server ends with the run, however the run ends."""
+"""A Prefect server that is not there or cannot start. That a temporary one ends with its run, killed or not, is in ``test_interrupt``."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from flows.server import ServerError, TemporaryServer, answers, prefect_api
+from flows.server import ServerError, TemporaryServer, prefect_api
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -28,26 +23,3 @@ def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tm
     server = TemporaryServer()
     with pytest.raises(ServerError, match=r"did not start \(status [1-9].*unable to open database file"):
         server.wait()
-
-
-def test_the_server_of_a_killed_run_ends_by_itself(prefect_home: Path) -> None:
-    code = """
-import time
-from flows.server import TemporaryServer
-server = TemporaryServer()
-print(server._process.pid, flush=True)
-server.wait()
-print(server.url, flush=True)
-time.sleep(600)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
-        assert run.stdout is not None
-        server = psutil.Process(int(run.stdout.readline()))
-        url = run.stdout.readline().strip()
-        assert answers(url)
-        run.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not answers(url)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from dflash_core.config import PipelineConfig
+from dflash_core.errors import InputError
+from tasks.evaluate import find_drafter
 from tasks.registry import Exported, Registry, registered_name
 from tasks.tracker import Tracker
 
@@ -24,7 +26,9 @@ def exported(tmp_path: Path) -> Exported:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights")
     card = "---\nlicense: apache-2.0\n---\n# A drafter\nmeasured: 2.5\n"
-    return Exported(f"dflash-{tmp_path.name}", "key1", folder, {"drafter.num_layers": "2"}, {"target": "some/target", "lossless": "1.0"}, card)
+    return Exported(
+        registered_name(f"some/{tmp_path.name}"), "key1", folder, {"drafter.num_layers": "2"}, {"target": "some/target", "lossless": "1.0"}, card
+    )
 
 
 def registry_of(tracker: Tracker) -> Registry:
@@ -72,6 +76,21 @@ def test_the_champion_is_nobody_until_one_is_promoted_and_then_the_last_that_was
     registry.promote(other)
     assert registry.champion(exported.name) == other
     assert registry.version(exported.name, "1") == first
+
+
+def test_a_drafter_is_found_by_its_folder_by_its_version_and_as_the_champion(
+    make_config: Callable[..., PipelineConfig], tracker: Tracker, exported: Exported, tmp_path: Path
+) -> None:
+    config = make_config(target={"model": f"some/{exported.name.removeprefix('dflash-')}"})
+    with pytest.raises(InputError, match=r"drafter = 'champion': no version of .* is the champion\. Train one"):
+        find_drafter(config, "champion")
+    version = tracker.register_model(exported)
+    assert version is not None
+    registry_of(tracker).promote(version)
+    found = find_drafter(config, "champion")
+    assert found == find_drafter(config, "1") == config.run.workspace / "registered" / exported.name / "1"
+    assert (found / "model.safetensors").read_bytes() == b"weights"
+    assert find_drafter(config, str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize(
