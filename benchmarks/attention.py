@@ -1,4 +1,4 @@
-"""flex_attention forward and backward in the DFlash layout, over layouts of the key/value heads, kernel options and tile sizes.
+"""Attention forward and backward in the DFlash layout: this project's kernels, and flex_attention over layouts of the heads, options and tiles.
 
 python -m benchmarks.attention
 
@@ -6,6 +6,7 @@ Layouts
   grouped   one program owns a tile of keys for all query heads of its group (enable_gqa)
   expanded  keys and values are repeated for every query head, so that each program has a quarter of the work
   batched   the query heads of a group become a batch over shared keys and values: as even as expanded, without the copies; one row only
+  fused     ``drafter.block_attention``: no tile lists, but intervals; on CUDA alone
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from benchmarks.common import SHAPES, Recorder, Shape, anchors_of, arguments, recorder_for
-from dflash_core.drafter import dflash_block_mask
+from dflash_core.drafter import IntervalMask, block_attention, dflash_block_mask, interval_mask
 
 
 def bwd(m1: int, n1: int, m2: int, n2: int, warps: int, stages: int) -> dict[str, Any]:
@@ -36,14 +37,18 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "grouped": ("grouped", 128, {}),
     "batched": ("batched", 128, {}),
     "expanded": ("expanded", 128, {}),
+    "fused": ("fused", 128, {}),
     "batched.bwd64": ("batched", 128, bwd(64, 64, 64, 64, 4, 2)),
     "batched.fwd128x128": ("batched", 128, fwd(128, 128, 8, 2)),
     "batched.tile64": ("batched", 64, fwd(64, 64, 4, 3) | bwd(64, 64, 64, 64, 4, 3)),
 }
 
 
-def attend(layout: str, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: BlockMask, options: Any) -> Tensor:
-    """flex_attention in one of the layouts; the result is [B, A, Q, D] in each."""
+def attend(layout: str, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: BlockMask | IntervalMask, options: Any) -> Tensor:
+    """Attention in one of the layouts; the result is [B, A, Q, D] in each."""
+    if isinstance(mask, IntervalMask):
+        T, (q, k, v) = k_BGXD.shape[2] - q_BAQD.shape[2], (x.transpose(1, 2) for x in (q_BAQD, k_BGXD, v_BGXD))
+        return block_attention(q, k[:, :T], v[:, :T], k[:, T:], v[:, T:], mask).transpose(1, 2)
     group = q_BAQD.shape[1] // k_BGXD.shape[1]
     if layout == "grouped":
         return flex_attention(q_BAQD, k_BGXD, v_BGXD, block_mask=mask, enable_gqa=group > 1, kernel_options=options)
@@ -55,8 +60,10 @@ def attend(layout: str, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Bl
     return out_RGQD.transpose(0, 1).flatten(0, 1)[None]
 
 
-def mask_for(layout: str, shape: Shape, anchors_BN: Tensor, documents_BT: Tensor, tile: int = 128) -> BlockMask:
+def mask_for(layout: str, shape: Shape, anchors_BN: Tensor, documents_BT: Tensor, tile: int = 128) -> BlockMask | IntervalMask:
     """The mask for a layout; with batched heads the one row is there once for each query head of a group."""
+    if layout == "fused":
+        return interval_mask(anchors_BN, documents_BT, shape.S)
     if layout == "batched":
         group = shape.heads // shape.kv_heads
         anchors_BN, documents_BT = anchors_BN.repeat(group, 1), documents_BT.repeat(group, 1)
@@ -81,13 +88,15 @@ def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None 
     expected: list[Tensor] = []
     for name in names or list(VARIANTS):
         layout, tile, options = VARIANTS[name]
-        if layout == "batched" and shape.B > 1:
+        if (layout == "batched" and shape.B > 1) or (layout == "fused" and not on_gpu):
             continue
         mask = mask_for(layout, shape, anchors_BN, documents_BT, tile)
         torch._dynamo.reset()  # or one code object would collect a cache entry for each variant
         run = torch.compile(attend, dynamic=False, fullgraph=True) if on_gpu else attend
 
-        def variant(name: str = name, layout: str = layout, mask: BlockMask = mask, options: dict[str, Any] = options, run: Any = run) -> None:
+        def variant(
+            name: str = name, layout: str = layout, mask: BlockMask | IntervalMask = mask, options: dict[str, Any] = options, run: Any = run
+        ) -> None:
             def forward() -> Tensor:
                 return run(layout, q, k, v, mask, options)
 

@@ -37,7 +37,7 @@ class Tilings(NamedTuple):
     by_query: Tiling
 
 
-TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(16, 16, 2, 1), by_key=Tiling(64, 64, 4, 2), by_query=Tiling(128, 64, 8, 3))
+TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(16, 16, 2, 1), by_key=Tiling(64, 128, 8, 3), by_query=Tiling(128, 64, 8, 3))
 """Measured on an H200 for heads of 128 (benchmarks/RESULTS.md)."""
 
 

@@ -181,7 +181,9 @@ def softmax_into_(softmax_CV: Tensor, logits_CV: Tensor, labels_C: Tensor, want_
     if logits_CV.is_cuda:
         from dflash_core.objective.softmax_kernel import softmax_gradient_triton_
 
-        return softmax_gradient_triton_(logits_CV, labels_C, None, want_softmax, softmax_CV, softmax_scale=1 / SOFTMAX_SCALE)
+        return softmax_gradient_triton_(
+            logits_CV, labels_C, None, want_softmax, softmax_CV, softmax_scale=1 / SOFTMAX_SCALE, block=16_384, num_warps=16
+        )  # a tenth faster than the block for bfloat16
     if want_softmax:
         softmax_CV.copy_(logits_CV.float().softmax(dim=1) / SOFTMAX_SCALE)
     return _softmax_gradient_torch_(logits_CV, labels_C, None, False)
