@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch._dynamo.utils
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir as torch_default
 from torch._inductor.utils import clear_caches
 
@@ -58,6 +59,11 @@ def with_compile_cache(devices: Sequence[torch.device], build: Callable[[], Resu
     torch.compiler.reset()
     clear_caches()
     return build()
+
+
+def found_graphs() -> int:
+    """Graphs that this process has found compiled, forward and backward together counting once."""
+    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def _choose_folder(devices: Sequence[torch.device]) -> Path | None:

@@ -31,7 +31,7 @@ from dflash_core.feed import Row, RowSource, ShardRows, steps_available
 from dflash_core.shards import ShardDataset, expected_of
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
-from dflash_core.training.compile_cache import with_compile_cache
+from dflash_core.training.compile_cache import found_graphs, with_compile_cache
 from dflash_core.training.guard import compiled_graphs, prepare_for_threads
 from dflash_core.training.memory import memory_in_use, prefer_expandable_segments
 from dflash_core.training.replica import Replica, compute_dtype
@@ -61,12 +61,16 @@ _FREE = {
 
 @dataclass(frozen=True)
 class DeviceWarmUp:
-    """Warm-up of one replica: seconds, graphs that Dynamo compiled, bytes of memory in use before and after."""
+    """Warm-up of one replica: seconds, graphs that Dynamo traced, how many of them had been compiled before, memory in use before and after (bytes).
+
+    Compiled before: by an earlier run, or for an earlier replica of this one.
+    """
 
     replica: int
     device: str
     seconds: float
     graphs: int
+    graphs_found: int
     memory_before: int
     memory_after: int
 
@@ -193,7 +197,7 @@ def _build(
     vocabularies: dict[torch.device, TargetVocabulary] = {}
     start = initial_drafter(config, drafter_config, info).state_dict() if checkpoint is None else checkpoint.weights
     for index, device in enumerate(devices):
-        before, graphs, watch = memory_in_use(device), compiled_graphs(), time.monotonic()
+        before, graphs, found, watch = memory_in_use(device), compiled_graphs(), found_graphs(), time.monotonic()
         if device not in vocabularies:
             vocabularies[device] = _vocabulary_on(vocabulary, info, device, config.training.precision)
         replica = Replica(index, device, config, drafter_config, vocabularies[device])
@@ -203,7 +207,8 @@ def _build(
             replica.load(start, checkpoint.exp_avg, checkpoint.exp_avg_sq, checkpoint.state.updates)
         replica.warm_up(rows)
         replicas.append(replica)
-        reports.append(DeviceWarmUp(index, str(device), time.monotonic() - watch, compiled_graphs() - graphs, before, memory_in_use(device)))
+        seconds, graphs, found = time.monotonic() - watch, compiled_graphs() - graphs, found_graphs() - found
+        reports.append(DeviceWarmUp(index, str(device), seconds, graphs, found, before, memory_in_use(device)))
     return replicas, reports
 
 
