@@ -56,21 +56,25 @@ def _gib(values: list[list[int]]) -> list[float]:
 
 
 def measure_overhead(recorder: Recorder, shape: Shape, device: str, steps: int, name: str, training: dict[str, Any]) -> None:
-    """Milliseconds of a step in the trainer, with rows from the loaders, against the same replica called in a loop on one batch that lies ready."""
-    bare = _bare_step_ms(shape, recorder.device)
+    """Milliseconds of a step in the trainer, with rows from the loaders, against the same replica called in a loop on one batch that lies ready.
+
+    Of both the second half of the steps counts: a chip that is warm slows down.
+    """
+    bare = _bare_step_ms(shape, recorder.device, steps)
     with TrainingRun(shape, [device], steps, **training) as run:
         run.train()
-        engine = 1e3 * run.seconds_of_a_step()
+        engine = 1e3 * run.seconds_of_a_step(steps // 2)
         waits = statistics.median(record["data_wait_share"] for record in run.records[SETTLED:])
         warm_up = round(run.report.seconds, 1)
     detail = {"bare_ms": round(bare, 3), "engine_ms": round(engine, 3), "data_wait_share": round(waits, 4), "warm_up_s": warm_up}
-    recorder.add(name, engine / bare - 1, "share", steps - SETTLED, detail)
+    recorder.add(name, engine / bare - 1, "share", steps - steps // 2, detail)
 
 
-def _bare_step_ms(shape: Shape, device: torch.device) -> float:
+def _bare_step_ms(shape: Shape, device: torch.device, steps: int) -> float:
     step = Step(shape, device, "product")
     with step.replica.on_device():
-        samples = time_ms(step, device, repeats=30)
+        samples = time_ms(step, device, repeats=steps)
+    samples = samples[len(samples) // 2 :]
     del step
     gc.collect()
     if device.type == "cuda":

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.callback import callback_handler
 
 from dflash_core.errors import LateCompilationError
@@ -123,6 +124,16 @@ def test_other_errors_pass_unchanged_and_afterwards_compiling_is_allowed_again()
     before = compiled_graphs()
     compiled(scale, "after")(*arguments())
     assert compiled_graphs() == before + 1
+
+
+def test_each_copy_keeps_one_entry_so_that_no_lookup_among_entries_can_miss() -> None:
+    copies = [own_code(scale, f"draft_of_replica_{i}") for i in range(3)]
+    for i, copy in enumerate(copies):
+        torch.compile(copy, fullgraph=True, dynamic=False, backend="aot_eager")(*arguments(rows=3 + i))  # another device would differ as well
+    assert [len(_debug_get_cache_entry_list(copy.__code__)) for copy in copies] == [1, 1, 1]
+    for rows in (3, 4):
+        torch.compile(shift, fullgraph=True, dynamic=False, backend="aot_eager")(*arguments(rows))
+    assert len(_debug_get_cache_entry_list(shift.__code__)) == 2  # what replicas would share without copies
 
 
 def test_own_code_gives_each_copy_its_own_cache() -> None:
