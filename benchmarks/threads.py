@@ -55,6 +55,7 @@ def measure_threads(recorder: Recorder, options: argparse.Namespace) -> None:
 
     with ThreadPoolExecutor(options.jobs) as pool:
         answers = [answer for answer in pool.map(one, kinds) if answer["outcome"] != "not run"]
+    recorder.failures += [f"a {answer['kind']} process: {answer['error']}" for answer in answers if answer["outcome"] == "broken"]
     by_kind = {kind: [answer for answer in answers if answer["kind"] == kind] for kind in KINDS}
     if warmed := by_kind["warmed"]:
         failed = [answer for answer in warmed if answer["outcome"] != "trained"]
@@ -64,9 +65,10 @@ def measure_threads(recorder: Recorder, options: argparse.Namespace) -> None:
         }  # fmt: skip
         recorder.add("threads.failures", len(failed), "processes", len(warmed), detail)
         recorder.add("threads.late_compiles", sum(answer.get("late_compiles", 0) for answer in warmed), "graphs", len(warmed))
-        recorder.add("threads.host_ms.compiled", _median(warmed, "host_ms"), "ms", len(warmed))
+        if len(failed) < len(warmed):
+            recorder.add("threads.host_ms.compiled", _median(warmed, "host_ms"), "ms", len(warmed))
     if controls := by_kind["control"]:
-        failed = [answer for answer in controls if answer["outcome"] != "trained"]
+        failed = [answer for answer in controls if answer["outcome"] not in ("trained", "broken")]
         errors = Counter(answer["error"][:160] for answer in failed)
         detail = {"outcomes": Counter(answer["outcome"] for answer in controls), "errors": errors, "limit_s": options.limit_s}
         recorder.add("threads.control_failures", len(failed), "processes", len(controls), detail)
@@ -79,7 +81,7 @@ def measure_threads(recorder: Recorder, options: argparse.Namespace) -> None:
 
 
 def _median(answers: list[dict[str, Any]], name: str) -> float:
-    return round(statistics.median([answer[name] for answer in answers if name in answer] or [float("nan")]), 3)
+    return round(statistics.median([answer[name] for answer in answers if name in answer] or [0.0]), 3)
 
 
 def _process(kind: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -100,7 +102,8 @@ def _process(kind: str, options: argparse.Namespace) -> dict[str, Any]:
             return {"outcome": "hung", "error": f"killed after {options.limit_s:g} s"}
     answers = [line.removeprefix(_ANSWER) for line in output.splitlines() if line.startswith(_ANSWER)]
     if not answers:
-        return {"outcome": f"died ({process.returncode})", "error": " ".join(output.split())[-300:]}
+        # a signal is the product's; an exception outside of training is this script's own
+        return {"outcome": "died" if process.returncode < 0 else "broken", "error": " ".join(output.split())[-300:]}
     answer: dict[str, Any] = json.loads(answers[-1])
     return answer
 
@@ -157,8 +160,8 @@ class HostTime:
         return timed
 
     def milliseconds_of_a_step(self, skip: int) -> list[float]:
-        """Of each step of each replica but the first ``skip``."""
-        return [1e3 * seconds for seconds in self._steps[skip:]]
+        """Of each step of each replica but the first ``skip``, or the first half if they are fewer."""
+        return [1e3 * seconds for seconds in self._steps[min(skip, len(self._steps) // 2) :]]
 
 
 class _NoGuard:
@@ -203,6 +206,8 @@ def main(words: list[str] | None = None) -> int:
         os._exit(0)  # threads that hang would keep the process
     recorder = recorder_for(options)
     recorder.attempt("threads.failures", lambda: measure_threads(recorder, options))
+    if recorder.failures:
+        print("failed: " + "; ".join(recorder.failures))
     return int(bool(recorder.failures))
 
 
