@@ -51,7 +51,7 @@ def deploy() -> None:
             temporary.write_text(current, encoding="utf-8")
         print(f"{PREFECT_YAML}: brought up to date with the configurations that it names")
     url = _server()
-    _create_pool()
+    create_pool()
     if subprocess.run([*_PREFECT, "deploy", "--all"], cwd=ROOT, env={**os.environ, "PREFECT_API_URL": url}, check=False).returncode:
         raise DeploymentError("Prefect did not deploy everything; its message is above.")
 
@@ -113,8 +113,8 @@ def _server() -> str:
     return url
 
 
-def _create_pool() -> None:
-    """A pool that is there already may have been adapted by its owner, and stays as it is."""
+def create_pool() -> None:
+    """Create the work pool. A pool that is there already may have been adapted by its owner, and stays as it is."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists

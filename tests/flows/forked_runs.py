@@ -20,11 +20,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mlflow
+import mlflow.entities
+import prefect.artifacts
+import prefect.client.orchestration
 import psutil
+import transformers
 
 import flows.cli
+import flows.console
 import flows.train_drafter
 from dflash_core import __main__ as core
+
+# What children use, imported once for all of them.
+SHARED = (mlflow.MlflowClient, prefect.artifacts, transformers.AutoTokenizer, transformers.LlamaForCausalLM, flows.console, flows.train_drafter)
 
 
 def main(config: Path, runs: list[dict[str, Any]]) -> None:
@@ -95,5 +104,5 @@ def _lives(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell has put into the background
     main(Path(sys.argv[1]), json.loads(sys.argv[2]))

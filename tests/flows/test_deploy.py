@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -16,12 +17,13 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.retrain import RetrainConfig, load_any_config
 from flows.cli import app
-from flows.deploy import PREFECT_YAML, parameters_of, with_current_parameters
+from flows.deploy import PREFECT_YAML, create_pool, parameters_of, with_current_parameters
 from flows.services import ROOT, environment, marked, services
 from tasks.registry import Registry
 from tests.tiny_run import write_tiny_run
@@ -35,7 +37,7 @@ DEPLOYED = {
 STAGES = {"target", "responses", "samples", "shards", "warm-up", "train", "evaluate", "export"}
 
 
-def command(arguments: list[str], variables: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+def command(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a Python module as a program in the checkout."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_HOME")}
     return subprocess.run(
@@ -46,7 +48,6 @@ def command(arguments: list[str], variables: dict[str, str], **options: Any) -> 
         text=True,
         timeout=200,
         check=False,
-        **options,
     )
 
 
@@ -61,16 +62,15 @@ class Site:
     def dflashctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return command(["flows.cli", *arguments], {"DFLASH_SERVICES": str(self.folder)})
 
-    def prefect(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return command(["prefect", "--no-prompt", *arguments], {**self.variables, "PREFECT_HOME": str(self.folder / "client")}, **options)
-
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> Iterator[Site]:
     """Everything that 'up' starts, with prefect.yaml deployed."""
     folder = tmp_path_factory.mktemp("site")
     config = write_tiny_run(folder)
     site = Site(folder / "services", config, {})
+    site.folder.mkdir()
+    shutil.copy(mlflow_database, site.folder)
     started = site.dflashctl("up")
     assert started.returncode == 0, started.stderr
     try:
@@ -88,7 +88,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def client(site: Site) -> Iterator[Any]:
     from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: site.variables["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
         yield client
@@ -136,17 +135,13 @@ def test_a_form_made_of_the_schema_has_the_order_of_the_file() -> None:
 
 
 @pytest.mark.slow
-def test_deploying_again_with_prefects_own_command_changes_nothing(site: Site, client: Any) -> None:
-    def deployed() -> dict[str, Any]:
-        flows = {item.id: item.name for item in client.read_flows()}
-        return {f"{flows[item.flow_id]}/{item.name}": item for item in client.read_deployments()}
-
-    before = deployed()
-    assert site.prefect("deploy", "--all").returncode == 0
-    after = deployed()
-    assert {name: item.id for name, item in after.items()} == {name: item.id for name, item in before.items()}
-    assert set(after) == set(DEPLOYED)
-    for name, item in after.items():
+def test_what_is_deployed_is_what_prefect_yaml_says_and_a_pool_that_is_there_stays(site: Site, client: Any) -> None:
+    with temporary_settings({PREFECT_API_URL: site.variables["PREFECT_API_URL"]}):
+        create_pool()
+    flows = {item.id: item.name for item in client.read_flows()}
+    deployed = {f"{flows[item.flow_id]}/{item.name}": item for item in client.read_deployments()}
+    assert set(deployed) == set(DEPLOYED)
+    for name, item in deployed.items():
         assert "dflash" in item.tags
         assert (item.work_pool_name, item.global_concurrency_limit.limit, item.concurrency_options.collision_strategy) == ("dflash", 1, "ENQUEUE")
         assert [schedule.active for schedule in item.schedules] == ([] if name.startswith("evaluate") else [False])

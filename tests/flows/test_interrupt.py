@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,17 @@ import pytest
 
 from dflash_core.config import load_config
 from tasks.store import open_client
-from tests.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS = 60
+STEPS = 24
 LONG = ["--set", f"training.max_steps={STEPS}", "--set", "training.checkpoint_every=5", "--set", "training.epochs=200"]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("interrupt"))
+def config(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[[Path], Path]) -> Path:
+    return write_run(tmp_path_factory.mktemp("interrupt"))
 
 
 def run(config: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:

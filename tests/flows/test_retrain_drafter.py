@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
+from typer.testing import CliRunner
 
 from dflash_core.retrain import RetrainConfig, load_retrain_config
 from dflash_core.retrain.rounds import Rounds
+from flows.cli import app
 from flows.evaluate_drafter import evaluate_drafter
 from flows.retrain_drafter import retrain_drafter
 from tasks.registry import Registry
 from tasks.store import open_client
-from tests.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +29,10 @@ GOOD = ["training.learning_rate=1e-2", "training.epochs=8"]
 class Weekly:
     """A configuration, the folder where prompts arrive, and what the last retraining left."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, path: Path):
+        folder = path.parent
         self.traffic = folder / "traffic.jsonl"
-        self.path = write_tiny_run(folder)
+        self.path = path
         section = f"retrain: {{prompts: [{self.traffic}], margin: 0.0}}\n"
         self.path.write_text(self.path.read_text().replace("  max_steps: 12\n", "") + section)
         self.arrived = 0
@@ -68,8 +71,8 @@ def newest_run() -> tuple[Any, dict[str, str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def weekly(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Weekly:
-    return Weekly(tmp_path_factory.mktemp("weekly"))
+def weekly(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[[Path], Path], prefect_url: str) -> Weekly:
+    return Weekly(write_run(tmp_path_factory.mktemp("weekly")))
 
 
 def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter(weekly: Weekly) -> None:
@@ -84,7 +87,8 @@ def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter(weekly: Wee
 
 
 def test_without_new_prompts_a_retraining_is_done_at_once(weekly: Weekly) -> None:
-    assert weekly.retrain() == {}
+    told = CliRunner().invoke(app, ["retrain", str(weekly.path)])
+    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "Too few new prompts: nothing was done."), told.output
     run, tasks, artifacts = newest_run()
     assert (run.state.type.value, run.state.message) == ("COMPLETED", "No new prompts since round 1: nothing to do.")
     assert tasks == {"collect-prompts": "NothingNew"}
