@@ -74,6 +74,18 @@ class PromptSource(Section):
         return None if "://" in self.source or self.source.startswith("builtin:") else Path(self.source)
 
 
+class EndpointConfig(Section):
+    """A server with OpenAI's interface that answers for the target."""
+
+    url: str = Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$", description="Where its interface begins, such as http://host:8000/v1.")
+    model: str | None = Field(None, min_length=1, description="Name under which it serves the target. Default: target.model.")
+    api_key_env: str | None = Field(
+        None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Name of the environment variable that holds its key; never the key itself."
+    )
+    concurrency: PositiveInt = Field(32, description="Requests that it works on at a time.")
+    return_token_ids: bool = Field(False, description="Ask for the very tokens, which vLLM can tell. Otherwise the text is tokenised again.")
+
+
 class GenerationConfig(Section):
     """How the target answers the prompts."""
 
@@ -82,6 +94,12 @@ class GenerationConfig(Section):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling: share of probability that is kept.")
     top_k: int = Field(0, ge=0, description="Keep only the k most likely tokens; 0 keeps all.")
     batch_size: PositiveInt = Field(32, description="Conversations generated together.")
+    truncated: Literal["keep", "drop"] = Field("keep", description="Responses that max_new_tokens ended: keep them, or end the conversation before.")
+    endpoints: Annotated[tuple[EndpointConfig, ...], Field(strict=False)] = Field(
+        (), description="Servers that answer in place of a target loaded here; they share the prompts."
+    )
+    request_timeout_s: float = Field(600.0, gt=0.0, description="Seconds after which a request to an endpoint is given up and made again.")
+    retries: int = Field(8, ge=0, description="Times in a row that an endpoint may fail, or a request on any, with growing pauses between.")
 
 
 class DataConfig(Section):
@@ -396,7 +414,10 @@ def _problems(error: ValidationError, model: type[Section]) -> Iterator[Problem]
             continue  # only short of the items that are refused themselves
         location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
         path = ".".join(str(part) for part in location)
-        yield Problem(path, None if item["type"] == "missing" else item["input"], _message(item), _remedy(model, location, item))
+        value = None if item["type"] == "missing" else item["input"]
+        if location[-1:] in (["url"], ["api_key_env"]):
+            value = "(not shown: it may hold a secret)"
+        yield Problem(path, value, _message(item), _remedy(model, location, item))
 
 
 def _message(item: Mapping[str, Any]) -> str:

@@ -54,6 +54,10 @@ class TargetError(DFlashError):
     """A target model that is missing, damaged or of a kind that is not supported."""
 
 
+class EndpointError(DFlashError):
+    """Servers that do not answer, refuse everybody, or serve something else than the target."""
+
+
 class ShardError(DFlashError):
     """A hidden-state dataset that is damaged, incomplete, or made for another target."""
 

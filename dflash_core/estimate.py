@@ -101,12 +101,13 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     parallel = len(training.devices) if training.devices[0] != "cpu" else 1
 
     has_responses = data.regenerate == "never" or (data.regenerate == "auto" and data.response_cache is not None)
+    elsewhere = bool(data.generation.endpoints) and not has_responses  # how fast servers are is not known here
     generated = 0 if has_responses else response_tokens * amounts.conversations // samples
     return {
         "target": Estimate(f"{info.num_layers} layers", None, None, None),
         "responses": Estimate(
-            f"{about}{amounts.conversations} conversations", amounts.conversations * 600, target_bytes,
-            2 * (info.num_layers * layer + head) * generated / (rates.product * _EFFICIENCY["responses"]),
+            f"{about}{amounts.conversations} conversations", amounts.conversations * 600, None if elsewhere else target_bytes,
+            None if elsewhere else 2 * (info.num_layers * layer + head) * generated / (rates.product * _EFFICIENCY["responses"]),
         ),
         "samples": Estimate(f"{about}{tokens} tokens", tokens * 5, None, tokens / 200_000),
         "shards": Estimate(

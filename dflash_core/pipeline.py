@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from safetensors.torch import load_file
 from dflash_core.checks import check_schedule
 from dflash_core.config import annotated_yaml
 from dflash_core.data import SampleTable, build_responses, write_samples
+from dflash_core.data.driver import Generate
+from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
 from dflash_core.evaluation import EvaluationResult, evaluate_drafter
 from dflash_core.feed import pack_rows
@@ -186,8 +189,12 @@ def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: Met
     def generate(prompts: list[list[int]], generation: Any, /, *, seeds: list[int]) -> Any:
         return plan.target_model(target.dtype, target.device).generate(prompts, generation, seeds=seeds)  # loaded when it is first needed
 
-    tokenizer = load_tokenizer(plan.info.path, target.trust_remote_code)
-    return dict(build_responses(plan.config, tokenizer, generate, folder, target_digest=plan.info.digest, progress=progress))
+    data, tokenizer = plan.config.data, load_tokenizer(plan.info.path, target.trust_remote_code)
+    with contextlib.ExitStack() as stack:
+        source: Generate | EndpointClient = generate
+        if data.generation.endpoints and data.regenerate != "never":
+            source = stack.enter_context(EndpointClient(data.generation, target.model, data.template_arguments))
+        return dict(build_responses(plan.config, tokenizer, source, folder, target_digest=plan.info.digest, progress=progress))
 
 
 def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 
 from dflash_core.checks import check_environment, check_target
 from dflash_core.config import PipelineConfig, digest_of
+from dflash_core.data.driver import OF_ENDPOINTS, settings_of
 from dflash_core.drafter import chosen_tap_layers
 from dflash_core.errors import DFlashError, TargetError
 from dflash_core.stages import Manifest, file_sha256
@@ -187,8 +188,13 @@ class Plan:
             "tokenizer": [self.info.tokenizer_digest, self.info.template_digest],
         }
         if data.regenerate != "never":
-            depends["generation"] = data.generation.model_dump(mode="json")
-            depends["dtype"] = self.config.target.dtype
+            if data.generation.endpoints:
+                depends["generation"] = settings_of(data.generation)
+            else:
+                depends["generation"] = data.generation.model_dump(mode="json", exclude=OF_ENDPOINTS)
+                depends["dtype"] = self.config.target.dtype
+            if data.generation.truncated == "drop":
+                depends["truncated"] = "drop"
             depends["seed"] = self.config.run.seed if data.generation.temperature > 0 else None
             depends["room"] = [data.max_length, data.min_response_tokens]  # a prompt that leaves less for a response is rejected
         if data.regenerate == "auto" and data.response_cache is not None:

@@ -64,14 +64,22 @@ def with_end_of_turn(
 ) -> list[Region]:
     """The regions, each lengthened by the template's end of a turn (up to its first special token) where that follows."""
     last = max(index for index, message in enumerate(messages) if message.role == "assistant")
+    found = end_of_turn(render, messages[: last + 1], special_tokens)
+    if found is None:
+        return regions
+    ending = "".join(found)
+    return [(start, end + len(ending) if text.startswith(ending, end) else end) for start, end in regions]
+
+
+def end_of_turn(render: RenderText, messages: Sequence[Message], special_tokens: Sequence[str]) -> tuple[str, str] | None:
+    """What the template writes after the last message, an assistant's: (text before the first special token, that token). None: it has none."""
     holders = _placeholders(messages)
-    tail = _after_last(render(_with_holders(messages[: last + 1], holders), False), holders[last])
+    tail = _after_last(render(_with_holders(messages, holders), False), holders[-1])
     places = [(tail.index(token), -len(token), token) for token in special_tokens if token and token in tail] if tail else []
     if tail is None or not places:
-        return regions
+        return None
     place, _, token = min(places)
-    ending = tail[: place + len(token)]
-    return [(start, end + len(ending) if text.startswith(ending, end) else end) for start, end in regions]
+    return tail[:place], token
 
 
 def token_mask(text: str, offsets: Sequence[Region], special: Sequence[bool], regions: Sequence[Region]) -> list[bool]:

@@ -11,7 +11,16 @@ from typing import Any
 
 import jinja2
 
-from dflash_core.data.masks import Region, has_generation_tags, regions_hold_contents, tagged_regions, token_mask, untagged_regions, with_end_of_turn
+from dflash_core.data.masks import (
+    Region,
+    end_of_turn,
+    has_generation_tags,
+    regions_hold_contents,
+    tagged_regions,
+    token_mask,
+    untagged_regions,
+    with_end_of_turn,
+)
 from dflash_core.data.types import Conversation, Message, Response, Sample
 from dflash_core.errors import DataError, Problem
 
@@ -112,6 +121,20 @@ def response_text(tokenizer: Any, response: Response) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def stop_token(tokenizer: Any, template_arguments: TemplateArguments | None = None) -> int:
+    """The token with which the target ends its turn: the special token that the chat template writes after one, else the tokenizer's end of text."""
+
+    def render(part: Sequence[Message], generation_prompt: bool) -> str:
+        return _render(tokenizer, part, template_arguments or {}, "stop token", generation_prompt)
+
+    found = end_of_turn(render, [Message("user", "Hi"), Message("assistant", "Hello")], _special_texts(tokenizer))
+    return int(tokenizer.convert_tokens_to_ids(found[1]) if found else tokenizer.eos_token_id)
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special] + [tokenizer.eos_token]
+
+
 def _sample(id: str, tokens: list[int], mask: list[bool], max_length: int | None) -> Sample:
     kept, kept_mask = tokens[:max_length], mask[:max_length]
     if not any(kept_mask):
@@ -125,12 +148,11 @@ def _assistant_regions(tokenizer: Any, messages: list[Message], arguments: Templ
         return _render(tokenizer, part, arguments, id, generation_prompt)
 
     text = render(messages, False)
-    special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special] + [tokenizer.eos_token]
     regions = _tagged(tokenizer, messages, arguments, text) or untagged_regions(render, messages, text)
     if regions is None:
         remedy = "Use a chat template with {% generation %} tags around the assistant's text"
         raise _error(id, text[-200:], "the template changes the messages so that the assistant's text cannot be found again", remedy)
-    return text, with_end_of_turn(render, messages, text, regions, special_tokens)
+    return text, with_end_of_turn(render, messages, text, regions, _special_texts(tokenizer))
 
 
 def _tagged(tokenizer: Any, messages: list[Message], arguments: TemplateArguments, text: str) -> list[Region] | None:

@@ -23,9 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.config import PipelineConfig, digest_of
+from dflash_core.data.driver import Answered
 from dflash_core.data.rejects import RejectLog
 from dflash_core.data.render import check_tokenizer, render_sample, splice_turns
-from dflash_core.data.responses import Answered, normalised, read_responses
+from dflash_core.data.responses import normalised, read_responses
 from dflash_core.data.types import Conversation, Sample
 from dflash_core.errors import DataError, Problem
 from dflash_core.stages import Progress, atomic_write, no_progress, write_json_atomic
