@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from ruamel.yaml import YAML
 
 from dflash_core.config import Section, _section_in, load_config
 from dflash_core.data.rows import parse_row
@@ -109,9 +111,12 @@ def test_parts_of_configurations_have_known_keys_and_valid_values() -> None:
     for block in blocks("yaml"):
         if "target:" in block.text:
             continue
-        for line in block.text.splitlines():
-            group, _, value = line.partition(": ")
-            load_config(minimal, [f"{group}={value}"])
+        load_config(minimal, [f"{path}={json.dumps(value)}" for path, value in _leaves(YAML(typ="safe", pure=True).load(block.text))])
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        yield from _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
 
 
 def test_rows_of_data_that_are_shown_are_read() -> None:
