@@ -141,6 +141,22 @@ def export(
     print(export_here(config, overrides or [], to))
 
 
+@app.command("import")
+@told
+def import_(
+    source: Annotated[Path, typer.Argument(help="A drafter of z-lab, SpecForge (exported to hf) or speculators.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; must not be there.")],
+    target: Annotated[str | None, typer.Option(help="The target to go on with, as in target.model; the drafter is held against it.")] = None,
+) -> None:
+    """Bring in a drafter that others have trained, to train it further.
+
+    Every tensor is checked. Prints the settings that a configuration needs to begin with it.
+    """
+    from flows.foreign import bring_in
+
+    bring_in(source, out, target)
+
+
 @app.command()
 @told
 def up(folder: ServicesFolder = SERVICES) -> None:

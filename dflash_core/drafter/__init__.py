@@ -7,6 +7,7 @@ from dflash_core.drafter.card import model_card
 from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, default_tap_layers
 from dflash_core.drafter.export import export_drafter, target_problems, verify_export
+from dflash_core.drafter.foreign import ImportedDrafter, import_drafter
 from dflash_core.drafter.masks import BlockMaskTensors, as_block_mask, block_mask_tensors, dflash_block_mask, dflash_dense_mask
 from dflash_core.drafter.model import DFlashDrafter, flex_copies
 from dflash_core.drafter.spec import SPECS, DrafterSpec
@@ -20,6 +21,7 @@ __all__ = [
     "DFlashDrafter",
     "DrafterCache",
     "DrafterSpec",
+    "ImportedDrafter",
     "IntervalMask",
     "as_block_mask",
     "attention_kind",
@@ -34,6 +36,7 @@ __all__ = [
     "dflash_dense_mask",
     "export_drafter",
     "flex_copies",
+    "import_drafter",
     "interval_mask",
     "kernels_fit",
     "load_checkpoint",

