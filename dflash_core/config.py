@@ -10,11 +10,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -62,7 +63,7 @@ class PromptSource(Section):
 
     source: str = Field(
         min_length=1,
-        description="A .jsonl, .jsonl.gz or .parquet file, 'hf://owner/dataset' ('hf://owner/dataset@revision' pins it), or 'builtin:python-tasks'.",
+        description="A .jsonl, .jsonl.gz or .parquet file, a .log of vLLM, 'hf://owner/dataset' (pinned by '@revision'), or 'builtin:python-tasks'.",
     )
     split: str = Field("train", description="Split of a Hugging Face dataset; ignored for files.")
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
@@ -102,12 +103,42 @@ class GenerationConfig(Section):
     retries: int = Field(8, ge=0, description="Times in a row that an endpoint may fail, or a request on any, with growing pauses between.")
 
 
+class Redaction(Section):
+    """Something to blank out."""
+
+    pattern: str = Field(min_length=1, description="Regular expression of Python, such as '[\\w.+-]+@[\\w-]+\\.\\w+'.")
+    replacement: str = Field("***", description="What is written in its place; \\1 is the first group of the pattern.")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"is not a regular expression: {error}") from error
+        return pattern
+
+
+class FilterConfig(Section):
+    """What of the data is used. Judged by what the users say, whatever the language."""
+
+    min_characters: int = Field(0, ge=0, description="Fewest characters.")
+    max_characters: PositiveInt | None = Field(None, description="Most characters.")
+    min_word_share: Fraction = Field(0.0, description="Least share of letters and digits of any script; prose has 0.9, code 0.7.")
+    min_compressed_share: Fraction = Field(0.0, description="Least size that zlib compresses it to, as a share; repetition has less than 0.1.")
+    drop_continued: bool = Field(False, description="Leave out conversations that another one goes on from; logs hold one for every turn.")
+    redact: Annotated[tuple[Redaction, ...], Field(strict=False)] = Field(
+        (), description="What is blanked out in every message before anything is written."
+    )
+
+
 class DataConfig(Section):
     """Prompts, responses and the samples made of them."""
 
     sources: Annotated[tuple[PromptSource, ...], Field(strict=False)] = Field(
         min_length=1, description="Where prompts come from; rows are taken in this order."
     )
+    filters: FilterConfig = Field(default_factory=FilterConfig, description="What of the data is used, and what is blanked out.")
     system_prompt: str | None = Field(None, description="System message for conversations that have none.")
     template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="Extra arguments of the chat template, such as enable_thinking; use the same when serving."

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dflash_core.checks import check_environment, check_target
-from dflash_core.config import PipelineConfig, digest_of
+from dflash_core.config import FilterConfig, PipelineConfig, digest_of
 from dflash_core.data.driver import OF_ENDPOINTS, settings_of
 from dflash_core.drafter import chosen_tap_layers
 from dflash_core.errors import DFlashError, TargetError
@@ -187,6 +187,8 @@ class Plan:
             "target": self.info.digest,
             "tokenizer": [self.info.tokenizer_digest, self.info.template_digest],
         }
+        if data.filters != FilterConfig():
+            depends["filters"] = data.filters.model_dump(mode="json")
         if data.regenerate != "never":
             if data.generation.endpoints:
                 depends["generation"] = settings_of(data.generation)

@@ -1,4 +1,4 @@
-"""Reading prompts: JSON lines (also gzipped), Parquet, a Hugging Face dataset, or a packaged source.
+"""Reading prompts: JSON lines (also gzipped), Parquet, a server's log, a Hugging Face dataset, or a packaged source.
 
 Trouble with a whole file (missing, empty, not what its name says) is a ``DataError`` at once; trouble with a row goes to
 the ``RejectLog``, and the stage decides by its limit.
@@ -24,12 +24,15 @@ import pyarrow.parquet as pq
 
 from dflash_core.config import DataConfig, PromptSource
 from dflash_core.data.builtin import BUILTIN_SOURCES
+from dflash_core.data.filters import Filter
 from dflash_core.data.rejects import RejectLog
 from dflash_core.data.rows import COLUMNS, EXTRA_COLUMNS, RowError, parse_row
+from dflash_core.data.traffic import log_row
 from dflash_core.data.types import Conversation, Message
 from dflash_core.errors import DataError, Problem
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".log")
+GROWING = (".jsonl", ".log")
 MAX_LINE_BYTES = 64 * 2**20
 _PARQUET_BATCH = 1024
 
@@ -44,22 +47,35 @@ def read_prompts(data: DataConfig, rejected: RejectLog) -> Iterator[Conversation
         DataError: a source is missing, empty or not readable. Unusable rows are added to ``rejected`` instead.
     """
     used: dict[str, int] = {}
+    chosen = Filter(data.filters)
+    rejected.hide_values = bool(data.filters.redact)
     for source in data.sources:
         rows = 0
         for where, row in itertools.islice(_open(source), source.limit):
             rows += 1
-            rejected.seen += 1
-            if isinstance(row, Problem):
-                rejected.add(row)
-                continue
-            try:
-                conversation = parse_row(row, where)
-            except RowError as error:
-                rejected.add(error.problem)
-                continue
-            yield _with_system_prompt(_with_unique_id(conversation, used), data.system_prompt)
+            if (conversation := usable_conversation(row, where, chosen, rejected)) is not None:
+                yield _with_system_prompt(_with_unique_id(conversation, used), data.system_prompt)
         if rows == 0:
-            raise _error(source.source, source.source, "holds no rows", "Check the file; it must have at least one row")
+            hint = "vLLM logs prompts with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG"
+            remedy = hint if source.source.lower().endswith(".log") else "Check the file; it must have at least one row"
+            raise _error(source.source, source.source, "holds no rows", remedy)
+
+
+def usable_conversation(row: object, where: str, chosen: Filter, rejected: RejectLog) -> Conversation | None:
+    """The conversation of a row, redacted; None where it is not used, which ``rejected`` then tells."""
+    rejected.seen += 1
+    try:
+        if isinstance(row, Problem):
+            raise RowError(row)
+        conversation = chosen.redacted(parse_row(row, where))
+    except RowError as error:
+        rejected.add(error.problem)
+        return None
+    problem = chosen.problem(conversation)
+    if problem is not None:
+        rejected.leave_out(problem)
+        return None
+    return conversation
 
 
 def _with_unique_id(conversation: Conversation, used: dict[str, int]) -> Conversation:
@@ -117,8 +133,8 @@ def _jsonl_rows(path: Path) -> Rows:
                 if len(line) > MAX_LINE_BYTES:
                     _skip_line(file, line)
                     yield where, Problem(where, line[:100], f"the line is longer than {MAX_LINE_BYTES} bytes", "Split it; one conversation a line")
-                elif line.strip():
-                    yield where, read_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
+                elif (row := read_row(path, line, number)) is not None:
+                    yield where, row
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise _error(f"{path}:{number + 1}", str(path), f"is not a whole gzip file: {error}", "Write the file again") from error
 
@@ -128,8 +144,15 @@ def _skip_line(file: IO[bytes], line: bytes) -> None:
         line = file.readline(MAX_LINE_BYTES)
 
 
-def read_line(line: bytes, where: str) -> object:
-    """The JSON value of a line, or a ``Problem`` where it has none."""
+def read_row(path: Path, line: bytes, number: int) -> object | None:
+    """What a line of a JSONL file or of a server's log holds: a value, a ``Problem`` where it cannot be read, None where there is no row."""
+    where, text = f"{path}:{number}", line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    if path.name.lower().endswith(".log"):
+        return log_row(text.decode("utf-8", "replace"), where)
+    return _json(text, where) if text.strip() else None
+
+
+def _json(line: bytes, where: str) -> object:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

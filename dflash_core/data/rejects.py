@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +15,8 @@ _SHOWN = 5  # rejected rows named in the error itself; the file has all of them
 class RejectLog:
     """Counts the rows that were seen and writes down those that were rejected, one JSON object a line.
 
+    hide_values: nothing is shown of their content, only where they are and why
+
     with RejectLog(folder / "rejected.jsonl") as rejected:
         ...
         rejected.check(config.data.max_rejected_fraction)
@@ -24,18 +27,31 @@ class RejectLog:
         self.path = path
         self.seen = 0
         self.count = 0
+        self.filtered = 0
+        self.hide_values = False
         self._first: list[Problem] = []
         self._file = path.open("w", encoding="utf-8")
 
     def add(self, problem: Problem) -> None:
         """Reject one row. ``problem.path`` says which: ``prompts.jsonl:17`` or the id of a conversation."""
         self.count += 1
+        problem = self._write(problem)
         if len(self._first) < _SHOWN:
             self._first.append(problem)
+
+    def leave_out(self, problem: Problem) -> None:
+        """List a row that ``data.filters`` leave out; it does not count as wrong."""
+        self.filtered += 1
+        self._write(problem)
+
+    def _write(self, problem: Problem) -> Problem:
+        if self.hide_values:
+            problem = replace(problem, value="(not shown, since data.filters.redact is set)")
         value = problem.value if isinstance(problem.value, str) else repr(problem.value)
         value = value.encode("utf-8", "backslashreplace").decode()
         record = {"where": problem.path, "reason": problem.message, "value": value[:200], "remedy": problem.remedy}
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        return problem
 
     def check(self, limit: float) -> None:
         """Raises ``DataError`` when the rejected share of the rows seen is above ``limit`` (``data.max_rejected_fraction``)."""

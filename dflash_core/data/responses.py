@@ -24,6 +24,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.data.cache import Journal, cache_key, response_from, response_record, write_response_cache
 from dflash_core.data.driver import Answered, Driver, Generate, rounds_of
 from dflash_core.data.endpoint import EndpointClient
+from dflash_core.data.filters import continued
 from dflash_core.data.prompts import read_prompts
 from dflash_core.data.rejects import RejectLog
 from dflash_core.data.render import check_tokenizer, render_prompt
@@ -51,7 +52,7 @@ def build_responses(
         target_digest: of the target's weights; responses in ``data.response_cache`` count only under the same digest.
 
     Returns:
-        counts: rows, rejected, duplicates, conversations, turns, generated, from_cache, dropped (responses), response_tokens, truncated.
+        counts: rows, rejected, filtered, duplicates, conversations, turns, generated, from_cache, dropped (responses), response_tokens, truncated.
 
     Raises:
         DataError: a source cannot be read, too many rows are rejected, or none is left. Found before anything is generated, except
@@ -67,7 +68,7 @@ def build_responses(
     journal_path = folder / "journal.jsonl"
     with RejectLog(folder / "rejected.jsonl") as rejected:
         conversations, duplicates = _select(config, tokenizer, rejected)
-        counts = {"rows": rejected.seen, "duplicates": duplicates}
+        counts = {"rows": rejected.seen, "filtered": rejected.filtered, "duplicates": duplicates}
         if config.data.regenerate == "never":
             counts |= _write(folder / CONVERSATIONS, (Answered(conversation, None) for conversation in conversations))
         else:
@@ -148,6 +149,10 @@ def _select(config: PipelineConfig, tokenizer: Any, rejected: RejectLog) -> tupl
         seen.add(fingerprint)
         chosen.append(conversation)
     rejected.check(config.data.max_rejected_fraction)
+    if config.data.filters.drop_continued:
+        again = continued(chosen, with_responses=keep)
+        duplicates += len(again)
+        chosen = [conversation for conversation in chosen if conversation.id not in again]
     if not chosen:
         raise DataError("data", [Problem("data.sources", rejected.seen, "no conversation is left to work with", f"See {rejected.path}")])
     return chosen, duplicates

@@ -1,7 +1,8 @@
 """From one row of a data set, in any of the usual shapes, to a conversation.
 
 Columns, the first that is present wins: ``messages`` (role/content), ``conversations`` (from/value or role/content),
-``prompt`` + ``response``, ``prompt`` (text, or a list of messages). Optional: ``id`` (text or number) and ``group``
+``prompt`` + ``response``, ``prompt`` (text, or a list of messages). Or a logged request, see ``traffic``. Optional: ``id``
+(text or number) and ``group``
 (conversations of one group stay on one side of the held-out split).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from dflash_core.data.traffic import LogError, request_row
 from dflash_core.data.types import Conversation, Message, Role
 from dflash_core.errors import Problem
 
@@ -47,6 +49,10 @@ def parse_row(row: object, where: str) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise _error(where, row, "a row must be a JSON object", f"Write objects with one of {', '.join(COLUMNS)}")
+    try:
+        row = request_row(row, where)
+    except LogError as error:
+        raise RowError(error.problem) from error
     column = next((name for name in COLUMNS if row.get(name) is not None), None)
     if column is None:
         raise _error(where, sorted(map(str, row)), f"has none of the columns {', '.join(COLUMNS)}", "Rename the column that holds the prompts")

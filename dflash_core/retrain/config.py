@@ -22,7 +22,7 @@ class RetrainSection(Section):
 
     prompts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         min_length=1,
-        description="Where new prompts arrive: files, folders, or patterns such as traffic/*.jsonl (.jsonl, .jsonl.gz, .parquet). A .jsonl may grow.",
+        description="Where new prompts arrive: files, folders, or patterns (.jsonl, .jsonl.gz, .parquet, .log). A .jsonl or a .log may grow.",
     )
     min_new_prompts: PositiveInt = Field(1, description="With fewer new prompts nothing is done; they wait for the next time.")
     replay_fraction: float = Field(0.5, ge=0.0, lt=1.0, description="Share of old prompts among those that are trained on.")

@@ -28,13 +28,14 @@ from pydantic import BaseModel, ConfigDict
 
 from dflash_core.config import PipelineConfig
 from dflash_core.data import Conversation, Message, RejectLog, read_prompts
+from dflash_core.data.filters import Filter
+from dflash_core.data.prompts import usable_conversation
 from dflash_core.data.responses import fingerprint_of
-from dflash_core.data.rows import RowError, parse_row
 from dflash_core.data.samples import is_heldout
 from dflash_core.errors import ConfigError, DataError, DFlashError, Problem
 from dflash_core.retrain.config import RetrainConfig
 from dflash_core.retrain.decision import Decision
-from dflash_core.retrain.watermark import Rows, SeenFile, Watermark, read_arrived
+from dflash_core.retrain.watermark import SeenFile, Watermark, read_arrived
 from dflash_core.stages import StageBusyError, stage_lock, sync_files, sync_folder, write_json_atomic
 
 PROMPTS, NEW, HELDOUT = "prompts.jsonl", "new.jsonl", "heldout.jsonl"
@@ -124,7 +125,8 @@ class Rounds:
         with RejectLog(draft / "rejected.jsonl") as rejected:
             base = list(read_prompts(config.data.model_copy(update={"system_prompt": None}), rejected))
             rows, files = read_arrived(config.retrain.prompts, watermark.files)
-            arrived = list(_conversations(rows, rejected))
+            chosen = Filter(config.data.filters)
+            arrived = [item for where, row in rows if (item := usable_conversation(row, where, chosen, rejected)) is not None]
             rejected.check(config.data.max_rejected_fraction)
         pool = _Pool(with_responses=config.data.regenerate == "never")
         old = pool.add([*base, *(item for earlier in range(1, number) for item in read_conversations(self.place(earlier) / NEW))])
@@ -239,17 +241,6 @@ class _Pool:
             return hashlib.sha256(seed.encode() + fingerprint_of(conversations[index], with_responses=self._with_responses)).digest()
 
         return [conversations[index] for index in sorted(sorted(range(len(conversations)), key=rank)[:count])]
-
-
-def _conversations(rows: Rows, rejected: RejectLog) -> Iterator[Conversation]:
-    for where, row in rows:
-        rejected.seen += 1
-        try:
-            if isinstance(row, Problem):
-                raise RowError(row)
-            yield parse_row(row, where)
-        except RowError as error:
-            rejected.add(error.problem)
 
 
 def _conversation(record: dict[str, object]) -> Conversation:

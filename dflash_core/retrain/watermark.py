@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from dflash_core.data.prompts import SUFFIXES, read_file, read_line
+from dflash_core.data.prompts import GROWING, SUFFIXES, read_file, read_row
 from dflash_core.errors import DataError, Problem
 
 _BLOCK = 1 << 20
@@ -56,7 +56,7 @@ def read_arrived(patterns: Sequence[str], seen: Sequence[SeenFile]) -> tuple[Row
     found: dict[tuple[int, str], SeenFile] = {}
     outgrown: set[tuple[int, str]] = set()
     for path in arrived_files(patterns):
-        fresh, now, before = _read_appended(path, known) if path.name.lower().endswith(".jsonl") else _read_whole(path, known)
+        fresh, now, before = _read_appended(path, known) if path.name.lower().endswith(GROWING) else _read_whole(path, known)
         rows += fresh
         found[now.bytes, now.sha256] = now
         if before is not None and before.path == now.path:
@@ -87,7 +87,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _read_appended(path: Path, known: dict[tuple[int, str], Any]) -> tuple[Rows, SeenFile, SeenFile | None]:
-    """The lines of a JSONL file after the longest beginning that is known."""
+    """The rows of a JSONL file or a log after the longest beginning that is known."""
     with path.open("rb") as file:
         offset, before = _known_beginning(path, known)
         digest, lines = hashlib.sha256(), 0
@@ -96,8 +96,7 @@ def _read_appended(path: Path, known: dict[tuple[int, str], Any]) -> tuple[Rows,
             lines += block.count(b"\n")
         rows: Rows = []
         for number, line in enumerate(file, start=lines + 1):
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            row = read_line(text, f"{path}:{number}") if text.strip() else None
+            row = read_row(path, line, number)
             if not line.endswith(b"\n") and not isinstance(row, dict):
                 break  # still being written
             digest.update(line)

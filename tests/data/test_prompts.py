@@ -172,7 +172,7 @@ def _bad_files(folder: Path) -> dict[str, tuple[str, str]]:
         "torn.jsonl.gz": ("is not a whole gzip file", "Write the file again"),
         "false.parquet": ("is not a readable Parquet file", "Write the file again"),
         "columns.parquet": ("'text'", "Rename the column"),
-        "prompts.csv": ("is not a kind of source that is known", ".jsonl, .jsonl.gz, .parquet, hf://owner/dataset or builtin:python-tasks"),
+        "prompts.csv": ("is not a kind of source that is known", ".jsonl, .jsonl.gz, .parquet, .log, hf://owner/dataset or builtin:python-tasks"),
     }
 
 

@@ -237,3 +237,15 @@ def test_settings_that_cannot_work_are_refused_with_their_path(site: Site, secti
     tree[section] |= values
     with pytest.raises(ConfigError, match=field):
         parse_as(RetrainConfig, tree)
+
+
+def test_traffic_in_a_round_is_filtered_and_redacted_before_it_is_written(site: Site) -> None:
+    rows = [{"request": {"messages": [{"role": "user", "content": f"question {i} of ann{i}@x.org"}]}} for i in range(20)]
+    rows.append({"request": {"messages": [{"role": "user", "content": "short"}]}})
+    (site.folder / "traffic" / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = site.config().model_dump(mode="json")
+    tree["data"]["filters"] = {"min_characters": 6, "redact": [{"pattern": r"\S+@\S+", "replacement": "somebody"}]}
+    current = site.rounds.open(parse_as(RetrainConfig, tree), "1")
+    written = site.prompts(current, "new.jsonl")
+    assert sorted(written) == sorted(f"question {i} of somebody" for i in range(20))
+    assert all("@" not in path.read_text() for path in site.rounds.place(1).iterdir() if path.name != "round.json")
