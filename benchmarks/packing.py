@@ -104,7 +104,7 @@ def main() -> int:
     """Measure every mix at every row length that holds its longest sample."""
     parser = arguments(__doc__ or "", ["packing"])
     parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="JSONL files of conversations: one more mix each")
-    parser.add_argument("--row-lengths", type=int, nargs="*", default=[512, 1024, 2048, 3072], help="row lengths in tokens")
+    parser.add_argument("--row-lengths", type=int, nargs="*", default=[512, 544, 1024, 2048, 3072], help="row lengths in tokens")
     parser.set_defaults(device="cpu")
     options = parser.parse_args()
     recorder = recorder_for(options)

@@ -331,6 +331,9 @@ def _cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     cuda = [device for device in training.devices if device != "cpu"]
     if cuda and "cpu" in training.devices:
         yield Problem("training.devices", list(training.devices), "mixes cpu and cuda replicas", "Use replicas of one kind")
+    if 1 < len(set(cuda)) < len(cuda):
+        message = "several replicas share one of several GPUs, between which NCCL takes one replica each"
+        yield Problem("training.devices", list(training.devices), message, "Name each GPU once, or one GPU alone")
     if training.precision == "fp8" and "cpu" in training.devices:
         yield Problem("training.precision", "fp8", "needs CUDA devices", "Set bfloat16 or float32, or name CUDA devices in training.devices")
     for field, value, count in (

@@ -4,7 +4,7 @@ All three listen on loopback and keep data, logs and state in one folder, ``work
 
     prefect/   mlflow.db   mlflow-artifacts/   logs/   services.json (process ids and addresses)
 
-Every process has the folder in its environment, and so has whatever it starts: flow runs, helpers. ``down`` finds all of
+Every process has the folder in its environment, and so has whatever it starts, flow runs above all. ``down`` finds all of
 them by that mark, whoever else has died and however, so nothing is left behind.
 """
 

@@ -1,4 +1,4 @@
-"""Who sees whom, written once; the dense mask and flex_attention's block mask both come from it.
+"""Who sees whom, written once: the dense mask, flex_attention's block mask and the intervals of our own kernels (``attention``) come from it.
 
     B rows   T row length   N anchor slots   S block size   Q = N * S draft positions   X = T + Q keys: [context, blocks]
 

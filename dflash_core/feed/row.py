@@ -6,8 +6,7 @@ Shapes: T row length, F features of a token (taps · hidden size), N anchor slot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -42,17 +41,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows stacked: the fields of ``Row`` with a leading B."""
+    """The tensors of rows, stacked: those of ``Row`` with a leading B."""
 
-    ordinals: tuple[int, ...]
-    epochs: tuple[int, ...]
     features: torch.Tensor
     tokens: torch.Tensor
     document_ids: torch.Tensor
     positions: torch.Tensor
     loss_mask: torch.Tensor
     anchors: torch.Tensor
-    sample_ids: tuple[tuple[str, ...], ...]
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with all tensors on ``device``."""
@@ -60,8 +56,7 @@ class Batch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The batch with ``function`` of every tensor in its place."""
-        tensors: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
-        return replace(self, **tensors)
+        return Batch(**{name: function(getattr(self, name)) for name in TENSORS})
 
     def copy_(self, other: Batch) -> None:
         """Copy the tensors of a batch of the same shapes into these, without waiting for a device where the memory is pinned."""
@@ -75,9 +70,4 @@ def collate(rows: Sequence[Row]) -> Batch:
     for name in TENSORS:
         values = [getattr(row, name) for row in rows]
         tensors[name] = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
-    return Batch(
-        ordinals=tuple(row.ordinal for row in rows),
-        epochs=tuple(row.epoch for row in rows),
-        sample_ids=tuple(row.sample_ids for row in rows),
-        **tensors,
-    )
+    return Batch(**tensors)

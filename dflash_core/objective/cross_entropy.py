@@ -5,7 +5,8 @@ The forward pass goes over the labelled slots in chunks. A chunk's logits are ma
 hidden state is known after the forward pass, and the backward pass is one multiplication: nothing is computed twice.
 It is kept unweighted, because weights may depend on the probabilities that this same pass finds (D-PACE).
 
-On CUDA the two products are cuBLAS's and what lies between them is one Triton kernel (``softmax_kernel``).
+On CUDA the two products are cuBLAS's and what lies between them is one Triton kernel (``softmax_kernel``). With an ``Fp8Head`` the products are
+fp8, the softmax alone is multiplied back, and the one-hot is subtracted at the end as rows of the head.
 
 Shapes: M slots, C slots of a chunk, H hidden, V vocabulary.
 """

@@ -26,9 +26,9 @@ class AddedGradients:
     """fp32, in one buffer with the tail; ``.grad`` is always there, so accumulating and not accumulating are the same."""
 
     def __init__(
-        self, layout: FlatLayout, drafter: DFlashDrafter, precision: torch.dtype, tail_size: int, device: torch.device, shard: Shard | None = None
+        self, layout: FlatLayout, drafter: DFlashDrafter, precision: torch.dtype, tail_size: int, device: torch.device, *, shard: Shard
     ):  # fmt: skip
-        P, self._shard = layout.size, shard or layout.shard(0)
+        P, self._shard = layout.size, shard
         self.buffer = torch.zeros(P + tail_size, device=device)
         self.flat_P, self.tail = self.buffer[:P], self.buffer[P:]
         self.summed = [self.buffer]
@@ -56,10 +56,9 @@ class HandedGradients:
     """The tensors of the backward pass; packed into one buffer of ``dtype`` if ``packed``, else left where they are."""
 
     def __init__(
-        self, layout: FlatLayout, drafter: DFlashDrafter, dtype: torch.dtype, tail_size: int, device: torch.device, packed: bool,
-        shard: Shard | None = None,
+        self, layout: FlatLayout, drafter: DFlashDrafter, dtype: torch.dtype, tail_size: int, device: torch.device, *, packed: bool, shard: Shard
     ):  # fmt: skip
-        self._shard = shard or layout.shard(0)
+        self._shard = shard
         parameters = dict(drafter.named_parameters())
         self._layout, self._parameters = layout, [(start, parameters[name]) for name, start in layout.offsets.items()]
         self.tail = torch.zeros(tail_size, device=device)

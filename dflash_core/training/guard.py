@@ -9,7 +9,7 @@ raising; a callback alone would not do, because torch does not call it while ano
 compared at the end see what slipped through. A refused compile fails in its own thread only; calls of what was compiled in warm-up go on
 working in all threads. All this is of the whole process: workers, targets and evaluators alike.
 
-Guard misses that have no cause (engine notes: lookups of a code object with several entries, from several threads) cannot happen: each
+A code object with several cache entries, looked up from several threads, now and then misses an entry that fits. That cannot happen here: each
 replica compiles a code object of its own (``own_code``), which so has one entry, and the lookup's move-to-front is off where torch allows.
 """
 

@@ -19,7 +19,7 @@ from dflash_core.config import TrainingConfig
 from dflash_core.training.flat import FlatLayout, Shard
 
 Part = tuple[int, Tensor]
-"""A contiguous piece of the gradient and where in the flat layout it starts."""
+"""A contiguous piece of the gradient and where in the shard it starts."""
 
 
 class Optimizer(Protocol):
@@ -38,8 +38,7 @@ class Moments:
     Muon keeps no second moment of matrices: there ``exp_avg_sq_P`` is of the vectors alone.
     """
 
-    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, shard: Shard | None = None, muon: bool = False):
-        shard = shard or layout.shard(0)
+    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, shard: Shard, muon: bool = False):
         self.weights_P = torch.zeros(layout.size, dtype=precision, device=device)
         self.compute_P = self.weights_P[shard.slice]
         self.masters_P = self.compute_P if precision == torch.float32 else torch.zeros(shard.size, device=device)
@@ -64,14 +63,14 @@ class TorchAdamW:
     """
 
     def __init__(
-        self, layout: FlatLayout | Shard, training: TrainingConfig, moments: Moments, gradients_P: Tensor, square_sum: Tensor | None = None
+        self, shard: Shard, training: TrainingConfig, moments: Moments, gradients_P: Tensor, square_sum: Tensor | None = None
     ):  # fmt: skip
         """``square_sum``: of the whole summed gradient, float32 scalar, where this is a shard of it."""
         self._moments, self._max_norm, self._gradients_P, self._square_sum = moments, training.max_grad_norm, gradients_P, square_sum
         self._learning_rate = torch.zeros((), device=gradients_P.device)
-        parts = [(slice(0, layout.num_decayed), training.weight_decay), (slice(layout.num_decayed, layout.size), 0.0)]
-        groups = []
+        parts = [(slice(0, shard.num_decayed), training.weight_decay), (slice(shard.num_decayed, shard.size), 0.0)]
         parts = [(part, decay) for part, decay in parts if part.start < part.stop]
+        groups = []
         for part, weight_decay in parts:
             parameter = nn.Parameter(moments.masters_P[part])
             parameter.grad = gradients_P[part]
@@ -103,9 +102,9 @@ class TorchAdamW:
 class FusedAdamW:
     """``adamw_kernel`` over whatever pieces the gradient comes in."""
 
-    def __init__(self, layout: FlatLayout | Shard, training: TrainingConfig, moments: Moments, square_sum: Tensor | None = None):
+    def __init__(self, shard: Shard, training: TrainingConfig, moments: Moments, square_sum: Tensor | None = None):
         """``square_sum``: of the whole summed gradient, float32 scalar, where this is a shard of it."""
-        self._layout, self._training, self._moments, self._square_sum = layout, training, moments, square_sum
+        self._shard, self._training, self._moments, self._square_sum = shard, training, moments, square_sum
         self._updates = torch.zeros((), device=moments.masters_P.device)
 
     @property
@@ -136,6 +135,6 @@ class FusedAdamW:
             adamw_(
                 moments.compute_P[piece], gradient, moments.masters_P[piece], moments.exp_avg_P[piece], moments.exp_avg_sq_P[piece],
                 scale=scale, learning_rate=learning_rate, updates=self._updates, betas=self._training.betas, eps=1e-8,
-                weight_decay=self._training.weight_decay if start < self._layout.num_decayed else 0.0,
+                weight_decay=self._training.weight_decay if start < self._shard.num_decayed else 0.0,
             )  # fmt: skip
         return norm

@@ -1,13 +1,14 @@
 """One copy of the drafter on one device: what its worker thread computes in a step.
 
-    B rows   T row length   N anchor slots   S block size   Q = N * S   H hidden   M = B * Q slots   P parameters (flat)
+    B rows   T row length   N anchor slots   S block size   Q = N * S   H hidden   M slots that predict, of all blocks   P parameters (flat)
 
-    for each step:  begin_step → micro_step × A → close_step → GradientSync.all_reduce(each of summed) → apply
+    for each step:  begin_step → micro_step × A → close_step → GradientSync.sum_gradients → apply → GradientSync.share_weights
 
-With ``training.cuda_graphs`` these four only launch what ``graphs`` captured of them in warm-up.
+With ``training.cuda_graphs`` the replica's four only launch what ``graphs`` captured of them in warm-up.
 
-Masters and both moments are one flat fp32 buffer each. With ``precision: bfloat16`` the drafter's parameters are views into a bf16 copy of the
-masters. What becomes of the gradients is in ``gradients``, and of the update in ``optimizer``.
+Masters and both moments are one flat fp32 buffer each, of the replica's shard alone with ``sync: sharded``. The drafter's parameters are views into
+the weights it computes with: the masters themselves, or a bf16 copy (``precision`` bfloat16 and fp8). What becomes of the gradients is in
+``gradients``, and of the update in ``optimizer`` and ``muon``.
 
 Gradients are those of the *sum* of weighted losses. They are divided by the denominator of the whole step, all replicas and micro-steps
 together, after they have been summed; nothing here waits for the device.
@@ -102,25 +103,28 @@ class Replica:
         for name, parameter in self.drafter.named_parameters():
             parameter.data = weights[name]
         self._gradients: AddedGradients | HandedGradients
-        self._optimizer: Optimizer
         if self._on_cuda:
             accumulating = training.accumulation_steps > 1
             self._gradients = HandedGradients(
                 self.layout, self.drafter, torch.float32 if accumulating else precision, self.tail.size, device,
                 packed=accumulating or len(training.devices) > 1, shard=self.shard,
             )  # fmt: skip
-            self._optimizer = FusedAdamW(self.shard, training, self.moments, self._gradients.tail[Tail.GRAD_NORM] if self.sharded else None)
         else:
-            self._gradients = AddedGradients(self.layout, self.drafter, precision, self.tail.size, device, self.shard)
-            gradients_P, square_sum = self._gradients.flat_P[self.shard.slice], self._gradients.tail[Tail.GRAD_NORM] if self.sharded else None
-            self._optimizer = TorchAdamW(self.shard, training, self.moments, gradients_P, square_sum)
-        if training.optimizer == "muon":
-            self._optimizer = Muon(self.layout, training, self.moments)
+            self._gradients = AddedGradients(self.layout, self.drafter, precision, self.tail.size, device, shard=self.shard)
+        self._optimizer = self._make_optimizer()
 
         prepare, draft = own_code(_prepare, f"preparation_of_replica_{index}"), own_code(_draft, f"draft_of_replica_{index}")
         # on the CPU only the drafter is worth compiling
         self._prepare: Callable[..., Prepared] = torch.compile(prepare, fullgraph=True, dynamic=False) if self.compiled and self._on_cuda else prepare
         self._draft: Callable[..., Tensor] = torch.compile(draft, fullgraph=True, dynamic=False) if self.compiled else draft
+
+    def _make_optimizer(self) -> Optimizer:
+        if self._training.optimizer == "muon":
+            return Muon(self.layout, self._training, self.moments)
+        square_sum = self.totals[Tail.GRAD_NORM] if self.sharded else None
+        if isinstance(self._gradients, HandedGradients):
+            return FusedAdamW(self.shard, self._training, self.moments, square_sum)
+        return TorchAdamW(self.shard, self._training, self.moments, self._gradients.flat_P[self.shard.slice], square_sum)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -154,16 +158,12 @@ class Replica:
 
     @property
     def totals(self) -> Tensor:
-        """The tail alone."""
+        """The tail alone: the numbers of the step that ``self.tail`` says the places of."""
         return self._gradients.tail
 
     def measure_shard(self) -> None:
         """Once this replica's shard of the gradients has been summed: put the sum of its squares into the tail, which is summed then."""
-        self._tail[Tail.GRAD_NORM] = torch.linalg.vector_norm(self.gradients[self.shard.slice], dtype=torch.float32).square()
-
-    @property
-    def _tail(self) -> Tensor:
-        return self._gradients.tail
+        self.totals[Tail.GRAD_NORM] = torch.linalg.vector_norm(self.gradients[self.shard.slice], dtype=torch.float32).square()
 
     def load(
         self,
@@ -216,7 +216,7 @@ class Replica:
 
     def close_step(self, wants_to_stop: bool) -> None:
         """Write this replica's vote and whether its own gradient is finite; ``summed`` is then ready to be summed."""
-        self._tail[Tail.STOP].fill_(float(wants_to_stop))  # assigning a number to an element copies it to the device, and waits
+        self.totals[Tail.STOP].fill_(float(wants_to_stop))  # assigning a number to an element copies it to the device, and waits
         if self._graphs is None:
             self._find_nonfinite()
         else:
@@ -258,31 +258,31 @@ class Replica:
         loss = (weights_BNS * nll_BNS).sum()
         loss.backward()
         self._gradients.collect()
-        tail = self._tail
-        tail[Tail.LOSS] += loss.detach()
-        tail[Tail.DENOMINATOR] += denominator
-        tail[self.tail.labelled] += (labels_BNS >= 0).sum((0, 1))
-        tail[self.tail.hits] += hit_BNS.sum((0, 1))
+        totals = self.totals
+        totals[Tail.LOSS] += loss.detach()
+        totals[Tail.DENOMINATOR] += denominator
+        totals[self.tail.labelled] += (labels_BNS >= 0).sum((0, 1))
+        totals[self.tail.hits] += hit_BNS.sum((0, 1))
 
     def _find_nonfinite(self) -> None:
         if self._gradients.flat_P is not None:
             largest = torch.linalg.vector_norm(self._gradients.flat_P, float("inf"))  # NaN if any is
-            self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(largest)).float()
+            self.totals[self.tail.nonfinite][self.index] = (~torch.isfinite(largest)).float()
 
     def _update(self) -> None:
-        denominator = self._tail[Tail.DENOMINATOR].clamp_min(torch.finfo(torch.float32).tiny)
+        denominator = self.totals[Tail.DENOMINATOR].clamp_min(torch.finfo(torch.float32).tiny)
         norm = self._optimizer.update(self._gradients.parts(), denominator, self._learning_rate)
-        self._tail[Tail.GRAD_NORM] = norm
+        self.totals[Tail.GRAD_NORM] = norm
         if self._gradients.flat_P is None:  # the one replica: its norm tells as much as another pass over its gradients would
-            self._tail[self.tail.nonfinite][self.index] = (~torch.isfinite(norm)).float()
+            self.totals[self.tail.nonfinite][self.index] = (~torch.isfinite(norm)).float()
 
     def totals_later(self) -> Callable[[], StepTotals]:
         """Start copying the tail to the host; the returned function waits for that copy alone, however much is queued after it."""
         if self.device.type != "cuda":
-            host = self._tail.clone()
+            host = self.totals.clone()
             return lambda: self.tail.read(host)
         pinned = torch.empty(self.tail.size, pin_memory=True)
-        pinned.copy_(self._tail, non_blocking=True)
+        pinned.copy_(self.totals, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
 

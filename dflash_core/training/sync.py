@@ -30,7 +30,6 @@ from torch import Tensor
 
 from dflash_core.errors import TrainingError
 from dflash_core.training.device_sum import DeviceSum, Shown
-from dflash_core.training.meeting import InterruptedByOthers as InterruptedByOthers
 from dflash_core.training.meeting import Meeting
 
 Result = TypeVar("Result")
@@ -60,6 +59,12 @@ class GradientSync:
     In this implementation every replica gets all sums and updates all weights; ``ShardedSync`` is the other one.
     """
 
+    def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | DeviceSum | None):
+        self.rank = rank
+        self.size = size
+        self.meeting = meeting
+        self._group = group
+
     def sum_gradients(self, replica: Exchanged) -> None:
         """Before the update."""
         for tensor in replica.summed:
@@ -67,12 +72,6 @@ class GradientSync:
 
     def share_weights(self, replica: Exchanged) -> None:
         """After the update: all have the same weights already."""
-
-    def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | DeviceSum | None):
-        self.rank = rank
-        self.size = size
-        self.meeting = meeting
-        self._group = group
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum ``buffer`` over the replicas, in place; afterwards it has the same bits on all. Contiguous; a float dtype or int64."""
@@ -134,7 +133,7 @@ def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_
     Making a group waits for all ranks, so each is made in a thread of its own; these threads have ended when this returns.
 
     Args:
-        devices:   one per replica: all cpu or all CUDA. Of several CUDA devices each is named once, or all replicas are on one
+        devices:   one per replica: all cpu or all CUDA. Of several CUDA devices each is named once, as NCCL wants it, or all replicas are on one
         timeout_s: seconds after which a collective gives up
         kind:      ``training.sync``: all_reduce or sharded
     """
@@ -146,7 +145,7 @@ def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_
     if devices[0].type == "cuda" and len(set(devices)) == 1:
         board: list[Shown | None] = [None] * size
         return [end(rank, size, meeting, DeviceSum(rank, meeting, board)) for rank in range(size)]
-    make = _nccl if devices[0].type == "cuda" and len(set(devices)) == size else _gloo  # NCCL wants a device of its own for each rank
+    make = _nccl if devices[0].type == "cuda" else _gloo
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def join(rank: int) -> GradientSync:

@@ -19,12 +19,13 @@ from dflash_core.errors import TrainingError
 from dflash_core.feed import Feed
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState
 from dflash_core.training.guard import CompileGuard
+from dflash_core.training.meeting import InterruptedByOthers
 from dflash_core.training.memory import MemoryWatch
 from dflash_core.training.replica import Replica, gather
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import TrainingSession
 from dflash_core.training.staging import Batches, BatchesFromFeed, StagedBatches
-from dflash_core.training.sync import GradientSync, InterruptedByOthers, StepTotals, compare
+from dflash_core.training.sync import GradientSync, StepTotals, compare
 
 
 class Beacon:

@@ -18,8 +18,8 @@ def replica(handed: bool, packed: bool, precision: str) -> Replica:
     made = Replica(0, torch.device("cpu"), cfg, drafter_config, vocabulary())
     if handed:
         dtype = torch.float32 if packed else getattr(torch, precision)
-        made._gradients = HandedGradients(made.layout, made.drafter, dtype, made.tail.size, made.device, packed)
-        made._optimizer = FusedAdamW(made.layout, cfg.training, made.moments)
+        made._gradients = HandedGradients(made.layout, made.drafter, dtype, made.tail.size, made.device, packed=packed, shard=made.shard)
+        made._optimizer = FusedAdamW(made.shard, cfg.training, made.moments)
     made.load({name: parameter.detach() for name, parameter in DFlashDrafter(drafter_config).init_weights(0).named_parameters()})
     return made
 

@@ -21,7 +21,7 @@ RATE, DECAY, MAX_NORM = 1e-2, 0.1, 0.5
 
 def made() -> tuple[FlatLayout, Moments, Muon]:
     layout = FlatLayout(SHAPES)
-    moments = Moments(layout, torch.float32, torch.device("cpu"), muon=True)
+    moments = Moments(layout, torch.float32, torch.device("cpu"), shard=layout.shard(0), muon=True)
     for name, view in layout.views(moments.masters_P).items():
         view.copy_(torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name))))
     return layout, moments, Muon(layout, config(weight_decay=DECAY, max_grad_norm=MAX_NORM).training, moments)

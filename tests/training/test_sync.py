@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dflash_core.errors import TrainingError
-from dflash_core.training.sync import GradientSync, InterruptedByOthers, Tail, compare, connect
+from dflash_core.training.meeting import InterruptedByOthers
+from dflash_core.training.sync import GradientSync, Tail, compare, connect
 
 
 def in_threads(syncs: list[GradientSync], work: Callable[[GradientSync], object], stagger: float = 0.0) -> list[object]:
