@@ -215,14 +215,14 @@ class TrainingConfig(Section):
     min_lr_fraction: Fraction = Field(0.0, description="Learning rate at the end, as a share of the peak.")
     precision: Literal["float32", "bfloat16", "fp8"] = Field(
         "bfloat16",
-        description="Precision of the computation; masters are always float32. fp8: bfloat16, but the products of layers and head, on CUDA.",
+        description="Precision of the computation; masters are always float32. fp8: bfloat16, but layers and head multiply in fp8; needs CUDA.",
     )
     attention: Literal["auto", "fused", "flex"] = Field(
         "auto",
         description="Attention on CUDA: this project's fused kernels or torch's flex_attention; auto takes the kernels where they fit. Dense on CPU.",
     )
     activation_checkpointing: bool = Field(
-        False, description="Keep only the input of each draft layer and run it again in the backward pass: less memory, a third more time."
+        False, description="Keep only the input of each draft layer and run it again in the backward pass: less memory, a longer step."
     )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile of the drafter; auto compiles on CUDA.")
     sync: Literal["all_reduce", "sharded"] = Field(

@@ -66,6 +66,15 @@ def test_annotated_yaml_loads_back_to_the_same_config(path: Path, tmp_path: Path
     assert load_any_config(tmp_path / "annotated.yaml") == config
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_has_every_setting_of_today_annotated(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    annotated = annotated_yaml(load_any_config(path))
+    heading = lines[: len(lines) - len(annotated.splitlines())]
+    assert all(line.startswith("# ") for line in heading), f"dflashctl config annotate configs/{path.name}"
+    assert "".join(lines[len(heading) :]) == annotated, f"dflashctl config annotate configs/{path.name}"
+
+
 def test_annotation_gives_every_key_its_meaning_type_and_default() -> None:
     text = annotated_yaml(load_config(CONFIGS / "valid" / "minimal.yaml"))
     lines = text.splitlines()
