@@ -115,11 +115,19 @@ def evaluate(
     drafter: Annotated[
         str | None, typer.Option(help="A folder, 'champion', or the number of a registered version. Default: what CONFIG has trained.")
     ] = None,
+    server: Annotated[str | None, typer.Option(metavar="URL", help="Measure a running vLLM or SGLang that drafts.")] = None,
+    alone: Annotated[str | None, typer.Option(metavar="URL", help="The same server without the drafter, to compare with.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight together at a server.")] = 1,
 ) -> None:
     """Measure a drafter on the held-out prompts of CONFIG.
 
     Losslessness, acceptance and speed, beside the target alone.
     """
+    if server is not None or alone is not None:
+        from flows.endpoint import evaluate_server
+
+        print(evaluate_server(config, overrides or [], server, alone, concurrency, drafter))
+        return
     from flows.one_stage import evaluate as evaluate_here
 
     print(evaluate_here(config, overrides or [], drafter) / "evaluation.json")

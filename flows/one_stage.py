@@ -37,7 +37,7 @@ def evaluate(path: Path, overrides: Sequence[str], drafter: str | None) -> Path:
     """
     config = load_config(path, overrides)
     plan = Plan(config, str(path))
-    _require(plan, path, "samples" if drafter else "train")
+    require(plan, path, "samples" if drafter else "train")
     found = find_drafter(config, drafter) if drafter else None
     watcher = console_watcher()
     watcher.begin("evaluate")
@@ -61,7 +61,7 @@ def export(path: Path, overrides: Sequence[str], to: Path | None) -> Path:
         CheckpointError: the copy is not what was exported.
     """
     plan = Plan(load_config(path, overrides), str(path))
-    _require(plan, path, "evaluate")
+    require(plan, path, "evaluate")
     folder = drafter_folder(run_stage(plan, "export").folder)
     if to is None:
         return folder
@@ -87,7 +87,8 @@ def print_evaluation(result: EvaluationResult) -> None:
     console.print(f"{trained.tokens_per_second:,.1f} tokens/s, {trained.baseline_tokens_per_second:,.1f} without the drafter: {trained.speedup:.2f}×")
 
 
-def _require(plan: Plan, path: Path, name: str) -> None:
+def require(plan: Plan, path: Path, name: str) -> None:
+    """Raise ``StageMissingError`` unless the stage is done for the settings of the plan."""
     stage = plan.stage(name)
     if not stage.cached:
         raise StageMissingError(f"The stage '{name}' is not done for these settings ({stage.why_not}). Run: dflashctl run {path}")

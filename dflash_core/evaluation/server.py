@@ -1,0 +1,312 @@
+"""A drafter measured where it serves: a running vLLM or SGLang, through its OpenAI-compatible API and its own counters.
+
+    drafted = measure_server("http://gpu:8000", prompts, max_new_tokens=256, stop_ids=(2,), drafts=True)
+    alone = measure_server("http://gpu:8001", prompts, max_new_tokens=256, stop_ids=(2,), drafts=False)
+    result = compare_servers(drafted, alone, ours)
+
+Prompts are sent as token ids, so that no second chat template comes between. What is sent back is counted by the server; how many drafts were
+accepted is read off its Prometheus counters, before and after (vLLM: ``vllm:spec_decode_*``; SGLang: ``sglang:spec_verify_calls_total``, with
+``--enable-metrics``). The counters are of the whole server: nobody else should use it meanwhile, and a note says so if somebody did.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from dflash_core.errors import EndpointError
+from dflash_core.evaluation.result import EvaluationResult
+from dflash_core.stages import Progress, no_progress
+
+TRIES = 4
+WARM_UP_TOKENS = 32
+SETTLE_SECONDS = 5.0  # counters may lag behind the answer by an interval of logging
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerAcceptance(_Frozen):
+    """What the server's counters say of the whole measurement.
+
+    rounds:            verified drafts
+    acceptance_length: mean over all rounds of accepted tokens and the target's own (our ``pooled``)
+    drafted, accepted: tokens; None where the server does not count them (SGLang)
+    per_position:      share of rounds in which slot k = 1.. was accepted; empty where it is not counted
+    """
+
+    rounds: int
+    acceptance_length: float
+    drafted: int | None
+    accepted: int | None
+    per_position: tuple[float, ...]
+
+
+class ServerFigures(_Frozen):
+    """One server on the prompts.
+
+    engine:            "vllm", "sglang", or None if its counters cannot be read
+    tokens_per_second: new tokens of all requests by the wall time of the whole measurement
+    latency_seconds:   percentiles (p50, p90, p99) of whole requests
+    token_seconds:     percentiles of a request's latency by its new tokens
+    texts:             what was answered, in the order of the prompts
+    """
+
+    url: str
+    engine: str | None
+    model: str
+    prompts: int
+    concurrency: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    latency_seconds: dict[str, float]
+    token_seconds: dict[str, float]
+    acceptance: ServerAcceptance | None
+    notes: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
+class ServerComparison(_Frozen):
+    """A server with the drafter, the same without, and our own measurement, side by side.
+
+    speedup:   tokens per second with the drafter by those without
+    same_text: share of prompts that both servers answered alike; in 16 bits a few differ by rounding
+    ours:      headline figures of ``evaluation.json``
+    """
+
+    drafted: ServerFigures
+    alone: ServerFigures | None
+    speedup: float | None
+    same_text: float | None
+    ours: dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    text: str
+    tokens: int
+    seconds: float
+    tries: int
+
+
+def measure_server(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    drafts: bool,
+    concurrency: int = 1,
+    timeout_seconds: float = 300.0,
+    progress: Progress = no_progress,
+) -> ServerFigures:
+    """Have a server answer ``prompts`` (token ids) greedily.
+
+    Args:
+        url:         where it is, with or without ``/v1``
+        drafts:      whether it should be drafting; a server that does otherwise is refused after one short answer
+        concurrency: requests in flight together
+        timeout_seconds: for one request; unanswered ones and those refused for the moment (429, 5xx) are sent up to four times
+
+    Raises:
+        EndpointError: it cannot be reached, refuses a request, drafts though it should not or the other way round; names the URL and the remedy.
+    """
+    server = _Server(url, timeout_seconds)
+    model = server.model()
+    stops = sorted(stop_ids)
+    idle = server.counters(lambda _: True)
+    generated = server.complete(model, prompts[0], WARM_UP_TOKENS, [], ignore_eos=True).tokens + (idle.tokens if idle else 0.0)
+    before = server.counters(lambda counters: counters.tokens >= generated and (counters.rounds > 0 or not drafts))
+    _check_drafting(server.url, before, drafts)
+    started = time.perf_counter()
+    answers: list[_Answer] = []
+    with ThreadPoolExecutor(concurrency) as pool:
+        waiting = [pool.submit(server.complete, model, prompt, max_new_tokens, stops) for prompt in prompts]
+        try:
+            for done, future in enumerate(waiting):
+                progress(done, len(prompts), "prompts")
+                answers.append(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    seconds = time.perf_counter() - started
+    progress(len(prompts), len(prompts), "prompts")
+    tokens = sum(answer.tokens for answer in answers)
+    after = server.counters(lambda counters: before is None or counters.tokens - before.tokens >= tokens)
+    notes = []
+    if before is None or after is None:
+        notes.append("no counters at /metrics, so acceptance is unknown (SGLang wants --enable-metrics)")
+    elif after.tokens - before.tokens > tokens * 1.02 + 2:
+        others = after.tokens - before.tokens - tokens
+        notes.append(f"the server generated {others:.0f} tokens more than were asked for here: somebody else used it as well")
+    if retried := sum(answer.tries - 1 for answer in answers):
+        notes.append(f"{retried} requests had to be sent again, which the times include")
+    return ServerFigures(
+        url=server.url,
+        engine=after.engine if after else None,
+        model=model,
+        prompts=len(prompts),
+        concurrency=concurrency,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        latency_seconds=_percentiles([answer.seconds for answer in answers]),
+        token_seconds=_percentiles([answer.seconds / max(answer.tokens, 1) for answer in answers]),
+        acceptance=_acceptance(before, after, len(prompts)) if drafts and before and after else None,
+        notes=tuple(notes),
+        texts=tuple(answer.text for answer in answers),
+    )
+
+
+def compare_servers(drafted: ServerFigures, alone: ServerFigures | None, ours: EvaluationResult | None) -> ServerComparison:
+    """Put the figures side by side."""
+    same = [one == other for one, other in zip(drafted.texts, alone.texts, strict=True)] if alone else []
+    return ServerComparison(
+        drafted=drafted,
+        alone=alone,
+        speedup=drafted.tokens_per_second / alone.tokens_per_second if alone else None,
+        same_text=sum(same) / len(same) if same else None,
+        ours=ours.headline() if ours else None,
+    )
+
+
+def _check_drafting(url: str, counters: _Counters | None, drafts: bool) -> None:
+    if counters is None:
+        return
+    if drafts and not counters.rounds:
+        remedy = "Start it with the command of the drafter's README.md (vLLM: --speculative-config, SGLang: --speculative-algorithm DFLASH)"
+        raise EndpointError(f"{url}: expected a server that drafts, but it has verified no draft. {remedy}.")
+    if not drafts and counters.rounds:
+        raise EndpointError(f"{url}: expected the target alone, but this server has verified drafts. Start one without the drafter.")
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """Sums over all labels since the server was started. ``drafted`` and ``accepted`` are None for SGLang."""
+
+    engine: str
+    tokens: float
+    rounds: float
+    drafted: float | None
+    accepted: float | None
+    positions: tuple[float, ...]
+
+
+def read_counters(text: str) -> _Counters | None:
+    """The counters in what ``/metrics`` answers; None if it is neither vLLM's nor SGLang's."""
+    sums: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+        if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total" and (position := _POSITION.search(labels)):
+            positions[int(position[1])] = positions.get(int(position[1]), 0.0) + float(value)
+    if "vllm:generation_tokens_total" in sums:
+        rounds, drafted, accepted = (sums.get(f"vllm:spec_decode_num_{what}_total", 0.0) for what in ("drafts", "draft_tokens", "accepted_tokens"))
+        return _Counters("vllm", sums["vllm:generation_tokens_total"], rounds, drafted, accepted, tuple(positions[k] for k in sorted(positions)))
+    if any(name.startswith("sglang:") for name in sums):
+        rounds = sums.get("sglang:spec_verify_calls_total", 0.0)
+        return _Counters("sglang", sums.get("sglang:generation_tokens_total", 0.0), rounds, None, None, ())
+    return None
+
+
+def _acceptance(before: _Counters, after: _Counters, requests: int) -> ServerAcceptance | None:
+    rounds = after.rounds - before.rounds
+    if rounds <= 0:
+        return None
+    if after.accepted is None or before.accepted is None or after.drafted is None or before.drafted is None:
+        drafted = accepted = None
+        length = (after.tokens - before.tokens - requests) / rounds  # a request's first token comes of its prompt, all others of rounds
+    else:
+        drafted, accepted = int(after.drafted - before.drafted), int(after.accepted - before.accepted)
+        length = 1.0 + accepted / rounds
+    earlier = before.positions or (0.0,) * len(after.positions)
+    shares = tuple((late - early) / rounds for early, late in zip(earlier, after.positions, strict=True))
+    return ServerAcceptance(rounds=int(rounds), acceptance_length=length, drafted=drafted, accepted=accepted, per_position=shares)
+
+
+class _Server:
+    """Requests to one server."""
+
+    def __init__(self, url: str, timeout_seconds: float):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not re.match(r"https?://[^/]", self.url):
+            raise EndpointError(f"{url}: expected the address of a server, such as http://localhost:8000")
+        self._timeout = timeout_seconds
+        unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout_seconds, limits=unlimited, follow_redirects=True)  # vLLM: /metrics -> /metrics/
+
+    def model(self) -> str:
+        """The name of the first model served."""
+        answer, _ = self._ask("/v1/models", None)
+        try:
+            return str(json.loads(answer)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise EndpointError(
+                f"{self.url}/v1/models: expected a list of models, found {answer[:200]!r}. Is this an OpenAI-compatible server?"
+            ) from error
+
+    def complete(self, model: str, prompt: Sequence[int], max_new_tokens: int, stop_ids: list[int], *, ignore_eos: bool = False) -> _Answer:
+        """Greedy, whatever the model's own generation settings are."""
+        body = {
+            "model": model,
+            "prompt": [int(token) for token in prompt],
+            "max_tokens": max_new_tokens,
+            "temperature": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": stop_ids,
+            "ignore_eos": ignore_eos,
+        }
+        started = time.perf_counter()
+        answer, tries = self._ask("/v1/completions", body)
+        seconds = time.perf_counter() - started
+        try:
+            fields: dict[str, Any] = json.loads(answer)
+            return _Answer(str(fields["choices"][0]["text"]), int(fields["usage"]["completion_tokens"]), seconds, tries)
+        except (ValueError, LookupError, TypeError) as error:
+            raise EndpointError(f"{self.url}/v1/completions: expected a completion with its usage, found {answer[:200]!r}") from error
+
+    def counters(self, settled: Callable[[_Counters], bool]) -> _Counters | None:
+        """The counters once they are ``settled``, or as they are after a few seconds; None if there are none to read."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            try:
+                found = read_counters(self._ask("/metrics", None)[0])
+            except EndpointError:
+                return None
+            if found is None or settled(found) or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> tuple[str, int]:
+        """What the server answers, and at which try."""
+        for tries in range(1, TRIES + 1):
+            try:
+                reply = self._http.get(path) if body is None else self._http.post(path, json=body)
+            except httpx.HTTPError as error:  # refused, timed out, cut off
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if reply.is_success:
+                    return reply.text, tries
+                reason = f"status {reply.status_code}: {' '.join(reply.text[:300].split())}"
+                if reply.status_code != 429 and reply.status_code < 500:
+                    raise EndpointError(f"{self.url}{path}: refused: {reason}")
+            if tries < TRIES:
+                time.sleep(0.25 * 2**tries)
+        raise EndpointError(f"{self.url}{path}: no answer in {TRIES} tries of up to {self._timeout:g} s: {reason}. Check that the server runs there.")
