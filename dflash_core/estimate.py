@@ -23,6 +23,7 @@ from dflash_core.config import PromptSource
 from dflash_core.drafter import DFlashConfig
 from dflash_core.pipeline import planned_steps
 from dflash_core.plan import Plan
+from dflash_core.shards.extract import feature_columns
 
 # Share of the measured matrix-product rate that a stage reaches, from runs of the demo on two cores.
 _EFFICIENCY = {"responses": 0.25, "shards": 0.6, "train": 0.5}
@@ -89,7 +90,7 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     target_bytes = (info.num_layers * layer + head) * _BYTES[config.target.dtype]
     deepest = max(plan.tap_layers) + 1
 
-    feature_bytes = tokens * len(plan.tap_layers) * info.hidden_size * _BYTES[config.extraction.feature_dtype]
+    feature_bytes = tokens * sum(column.token_bytes for column in feature_columns(config.extraction, len(plan.tap_layers), info.hidden_size))
     guess = training.max_steps or max(1, training.epochs * math.ceil(tokens / training.row_length) // config.rows_per_step)
     steps = planned_steps(plan) if amounts.exact else guess
     slots = training.num_anchors * config.drafter.block_size

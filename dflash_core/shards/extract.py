@@ -17,7 +17,8 @@ import torch
 
 from dflash_core.config import ExtractionConfig
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import DTYPES, INDEX, Column, Layout, ShardCard, shard_name
+from dflash_core.shards.format import DTYPES, INDEX, Column, ShardCard, shard_name
+from dflash_core.shards.fp8 import SCALES, to_fp8
 from dflash_core.shards.writer import OpenShard, ShardWriter
 from dflash_core.stages import Progress, file_sha256, no_progress
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 HiddenStates = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids [B, T] int64, mask [B, T] bool, both on the CPU, padded on the right) → features [B, T, F] on any device."""
 
-_FEATURE_DTYPES: dict[str, Literal["BF16", "F32"]] = {"bfloat16": "BF16", "float32": "F32"}
+_FEATURE_DTYPES: dict[str, Literal["BF16", "F32", "F8_E4M3"]] = {"bfloat16": "BF16", "float32": "F32", "fp8": "F8_E4M3"}
 
 
 def extract(
@@ -80,7 +81,7 @@ def extract(
         "supervised_tokens": pc.sum(index["supervised"]).as_py(),
         "shards": card.num_shards,
         "bytes": sum((folder / shard_name(shard)).stat().st_size for shard in range(card.num_shards)),
-        "bytes_per_token": Layout.of(card.columns, 1).size - Layout.of(card.columns, 0).size,
+        "bytes_per_token": sum(column.token_bytes for column in card.columns),
         "digest": file_sha256(folder / INDEX),
     }
 
@@ -90,7 +91,6 @@ def _card(
 ) -> ShardCard:
     if len(samples) == 0:
         raise ShardError("There are no samples to extract hidden states of. Add prompts, or see rejected.jsonl for why they were left out.")
-    width = len(tap_layers) * info.hidden_size
     return ShardCard(
         target_name=info.name,
         target_revision=info.revision,
@@ -101,7 +101,7 @@ def _card(
         tap_layers=tap_layers,
         hidden_size=info.hidden_size,
         columns=(
-            Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(width,)),
+            *feature_columns(config, len(tap_layers), info.hidden_size),
             Column(name="tokens", dtype="I32"),
             Column(name="loss_mask", dtype="BOOL"),
         ),
@@ -111,6 +111,12 @@ def _card(
         batch_tokens=config.batch_tokens,
         code_version=code_version,
     )
+
+
+def feature_columns(config: ExtractionConfig, taps: int, hidden_size: int) -> tuple[Column, ...]:
+    """The columns that hold hidden states: ``features``, and their scales where they are fp8."""
+    features = Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(taps * hidden_size,))
+    return (features, Column(name=SCALES, dtype="F32", shape=(taps,))) if config.feature_dtype == "fp8" else (features,)
 
 
 def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -137,14 +143,20 @@ def _extract_batch(card: ShardCard, hidden_states: HiddenStates, samples: Sample
     column = card.columns[0]
     if features_BTF.shape != (*ids_BT.shape, *column.shape):
         raise ValueError(f"hidden_states returned {tuple(features_BTF.shape)} instead of {(*ids_BT.shape, *column.shape)}")
-    features_BTF = features_BTF.detach().to(DTYPES[column.dtype])
-    # Looked at after the cast, which can overflow too. Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
-    if not bool(torch.stack(torch.aminmax(features_BTF)).isfinite().all()):
-        _refuse_nonfinite(card, features_BTF, samples, batch, [len(ids) for ids in tokens])
-    features_BTF = features_BTF.cpu()
+    features_BTF = features_BTF.detach()
+    stored = {"features": features_BTF.to(DTYPES[column.dtype])}
+    looked_at = stored["features"]  # after the cast, which can overflow too
+    if column.dtype == "F8_E4M3":
+        stored["features"], stored[SCALES] = to_fp8(features_BTF, len(card.tap_layers))
+        looked_at = stored[SCALES]
+    # Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
+    if not bool(torch.stack(torch.aminmax(looked_at)).isfinite().all()):
+        _refuse_nonfinite(card, features_BTF if column.dtype == "F8_E4M3" else looked_at, samples, batch, [len(ids) for ids in tokens])
+    stored = {name: value_BT.cpu() for name, value_BT in stored.items()}
     for row, i in enumerate(batch):
         loss_mask = torch.tensor(samples.loss_mask(i), dtype=torch.bool)
-        out.write(i - first, {"features": features_BTF[row, : len(tokens[row])], "tokens": tokens[row], "loss_mask": loss_mask})
+        features = {name: value_BT[row, : len(tokens[row])] for name, value_BT in stored.items()}
+        out.write(i - first, {**features, "tokens": tokens[row], "loss_mask": loss_mask})
 
 
 def _refuse_nonfinite(card: ShardCard, features_BTF: torch.Tensor, samples: SampleTable, batch: list[int], lengths: list[int]) -> None:

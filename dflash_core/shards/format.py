@@ -41,7 +41,7 @@ CARD = "card.json"
 INDEX = "index.arrow"
 INDEX_PARTS = "index"
 
-# Names of safetensors. Further columns (fp8 with scales, top-k, position ids of several axes) need no other change here.
+# Names of safetensors. Further columns (top-k, position ids of several axes) need no other change here.
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,

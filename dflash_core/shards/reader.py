@@ -8,6 +8,7 @@ Safe to use from several threads. Tensors must not be written to: they are the f
 
 from __future__ import annotations
 
+import functools
 import mmap
 import threading
 import warnings
@@ -21,6 +22,7 @@ import torch
 
 from dflash_core.errors import ShardError
 from dflash_core.shards.format import DTYPES, INDEX, Layout, ShardCard, checksum, read_index, shard_name
+from dflash_core.shards.fp8 import SCALES, from_fp8
 from dflash_core.stages import file_sha256
 
 AGAIN = "Delete that file and run the extraction again: only this shard is made anew."
@@ -33,10 +35,11 @@ class ShardSample:
     id: str
     columns: Mapping[str, torch.Tensor]
 
-    @property
+    @functools.cached_property
     def features(self) -> torch.Tensor:
-        """Hidden states of the tapped layers side by side, [t, F], in the stored precision."""
-        return self.columns["features"]
+        """Hidden states of the tapped layers side by side, [t, F]: a view in the stored precision, or in bfloat16 if they are stored in fp8."""
+        features = self.columns["features"]
+        return from_fp8(features, self.columns[SCALES]) if features.dtype == torch.float8_e4m3fn else features
 
     @property
     def tokens(self) -> torch.Tensor:
