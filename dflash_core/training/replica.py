@@ -18,32 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import (
-    BlockMaskTensors,
-    DFlashConfig,
-    DFlashDrafter,
-    IntervalMask,
-    as_block_mask,
-    attention_kind,
-    block_labels,
-    block_mask_tensors,
-    block_positions,
-    block_tokens,
-    dflash_dense_mask,
-    flex_copies,
-    interval_mask,
-)
-from dflash_core.drafter.model import Mask, Rotation
+from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, as_block_mask, attention_kind
 from dflash_core.feed import Batch, Row, collate
 from dflash_core.fp8 import Fp8Head
 from dflash_core.objective import linear_cross_entropy, slot_weights
+from dflash_core.training.compiled import Prepared, draft, prepare
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
 from dflash_core.training.graphs import StepGraphs
@@ -113,10 +99,12 @@ class Replica:
             self._gradients = AddedGradients(self.layout, self.drafter, precision, self.tail.size, device, shard=self.shard)
         self._optimizer = self._make_optimizer()
 
-        prepare, draft = own_code(_prepare, f"preparation_of_replica_{index}"), own_code(_draft, f"draft_of_replica_{index}")
-        # on the CPU only the drafter is worth compiling
-        self._prepare: Callable[..., Prepared] = torch.compile(prepare, fullgraph=True, dynamic=False) if self.compiled and self._on_cuda else prepare
-        self._draft: Callable[..., Tensor] = torch.compile(draft, fullgraph=True, dynamic=False) if self.compiled else draft
+        self._prepare: Callable[..., Prepared] = own_code(prepare, f"preparation_of_replica_{index}")
+        self._draft: Callable[..., Tensor] = own_code(draft, f"draft_of_replica_{index}")
+        if self.compiled:
+            self._draft = torch.compile(self._draft, fullgraph=True, dynamic=False)
+            if self._on_cuda:  # on the CPU only the drafter is worth compiling
+                self._prepare = torch.compile(self._prepare, fullgraph=True, dynamic=False)
 
     def _make_optimizer(self) -> Optimizer:
         if self._training.optimizer == "muon":
@@ -349,48 +337,3 @@ def gather(replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], ...]:
                 flat_P[replica.shard.slice].copy_(replica.moments.buffers[kind])
         whole.append({name: view.clone() for name, view in layout.views(flat_P).items()})
     return tuple(whole)
-
-
-class Prepared(NamedTuple):
-    """What a batch comes to before any of its features are looked at.
-
-    Labels [B, N, S] of the blocks, ids [B, N] of their first tokens and [] of the others, rotations, and who sees whom.
-    """
-
-    labels: Tensor
-    anchor_ids: Tensor
-    mask_id: Tensor
-    context_rotation: Rotation
-    block_rotation: Rotation
-    mask: Tensor | BlockMaskTensors | IntervalMask
-
-
-def _prepare(
-    drafter: DFlashDrafter, tokens_BT: Tensor, loss_mask_BT: Tensor, document_ids_BT: Tensor, positions_BT: Tensor, anchors_BN: Tensor, attention: str
-) -> Prepared:  # fmt: skip
-    """Compiled on CUDA, where it would be a hundred small kernels."""
-    config = drafter.config
-    S, dtype = config.block_size, drafter.fc.weight.dtype
-    positions_BQ = block_positions(positions_BT, anchors_BN, S).flatten(1)
-    mask: Tensor | BlockMaskTensors | IntervalMask
-    if attention == "fused":
-        mask = interval_mask(anchors_BN, document_ids_BT, S)
-    elif attention == "flex":
-        mask = block_mask_tensors(anchors_BN, document_ids_BT, S, copies=flex_copies(config, len(anchors_BN)))
-    else:
-        mask = dflash_dense_mask(anchors_BN, document_ids_BT, S)
-    return Prepared(
-        block_labels(tokens_BT, loss_mask_BT, document_ids_BT, anchors_BN, S, config.spec),
-        block_tokens(tokens_BT, anchors_BN, config)[..., 0],
-        tokens_BT.new_full((), config.mask_token_id),
-        drafter.rotation(positions_BT, dtype),
-        drafter.rotation(positions_BQ, dtype),
-        mask,
-    )
-
-
-def _draft(
-    drafter: DFlashDrafter, features_BTF: Tensor, anchors_BNH: Tensor, mask_H: Tensor, context: Rotation, block: Rotation, mask: Mask
-) -> Tensor:  # fmt: skip
-    """The drafter, from features to hidden states. The loss stays outside of what is compiled; it brings kernels of its own."""
-    return drafter.forward_training(features_BTF, anchors_BNH, mask_H, context, block, mask)

@@ -12,7 +12,7 @@ import torch
 
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.feed import collate
-from dflash_core.training.replica import _prepare
+from dflash_core.training.compiled import prepare
 from tests.training.small import INFO, SmallRows, config
 
 
@@ -29,12 +29,12 @@ def test_handed_gradients_and_the_fused_update_train_as_the_cpu_replica_does() -
 def test_the_preparation_compiles_whole_and_gives_the_same(rows: int) -> None:
     drafter_config = DFlashConfig.from_target(INFO, config().drafter)
     drafter = DFlashDrafter(drafter_config).bfloat16()
-    compiled = torch.compile(_prepare, fullgraph=True, dynamic=False, backend="aot_eager")
+    compiled = torch.compile(prepare, fullgraph=True, dynamic=False, backend="aot_eager")
     batches = [collate([SmallRows().row(i + j) for j in range(rows)]) for i in (0, 5)]
     for batch in batches:
         arguments = (drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, "flex")
         with torch.no_grad():
-            actual, expected = compiled(*arguments), _prepare(*arguments)
+            actual, expected = compiled(*arguments), prepare(*arguments)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         assert len(actual.mask.kv_num_blocks) == (2 if rows == 1 else rows)  # copies for the two query heads of a group
 

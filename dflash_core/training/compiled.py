@@ -1,0 +1,71 @@
+"""The two functions of a step that torch.compile translates: what a batch comes to before its features are looked at, and the drafter.
+
+    B rows   T row length   N anchor slots   S block size   Q = N * S   H hidden   F features of a token
+
+They are apart because the embedding of the blocks' tokens lies between them, which is the target's own code.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dflash_core.drafter import (
+    BlockMaskTensors,
+    DFlashDrafter,
+    IntervalMask,
+    block_labels,
+    block_mask_tensors,
+    block_positions,
+    block_tokens,
+    dflash_dense_mask,
+    flex_copies,
+    interval_mask,
+)
+from dflash_core.drafter.model import Mask, Rotation
+
+
+class Prepared(NamedTuple):
+    """What a batch comes to before any of its features are looked at.
+
+    Labels [B, N, S] of the blocks, ids [B, N] of their first tokens and [] of the others, rotations, and who sees whom.
+    """
+
+    labels: Tensor
+    anchor_ids: Tensor
+    mask_id: Tensor
+    context_rotation: Rotation
+    block_rotation: Rotation
+    mask: Tensor | BlockMaskTensors | IntervalMask
+
+
+def prepare(
+    drafter: DFlashDrafter, tokens_BT: Tensor, loss_mask_BT: Tensor, document_ids_BT: Tensor, positions_BT: Tensor, anchors_BN: Tensor, attention: str
+) -> Prepared:  # fmt: skip
+    """Compiled on CUDA, where it would be a hundred small kernels."""
+    config = drafter.config
+    S, dtype = config.block_size, drafter.fc.weight.dtype
+    positions_BQ = block_positions(positions_BT, anchors_BN, S).flatten(1)
+    mask: Tensor | BlockMaskTensors | IntervalMask
+    if attention == "fused":
+        mask = interval_mask(anchors_BN, document_ids_BT, S)
+    elif attention == "flex":
+        mask = block_mask_tensors(anchors_BN, document_ids_BT, S, copies=flex_copies(config, len(anchors_BN)))
+    else:
+        mask = dflash_dense_mask(anchors_BN, document_ids_BT, S)
+    return Prepared(
+        block_labels(tokens_BT, loss_mask_BT, document_ids_BT, anchors_BN, S, config.spec),
+        block_tokens(tokens_BT, anchors_BN, config)[..., 0],
+        tokens_BT.new_full((), config.mask_token_id),
+        drafter.rotation(positions_BT, dtype),
+        drafter.rotation(positions_BQ, dtype),
+        mask,
+    )
+
+
+def draft(
+    drafter: DFlashDrafter, features_BTF: Tensor, anchors_BNH: Tensor, mask_H: Tensor, context: Rotation, block: Rotation, mask: Mask
+) -> Tensor:  # fmt: skip
+    """The drafter, from features to hidden states. The loss stays outside of what is compiled; it brings kernels of its own."""
+    return drafter.forward_training(features_BTF, anchors_BNH, mask_H, context, block, mask)
