@@ -122,10 +122,10 @@ class Redaction(Section):
 class FilterConfig(Section):
     """What of the data is used. Judged by what the users say, whatever the language."""
 
-    min_characters: int = Field(0, ge=0, description="Fewest characters.")
-    max_characters: PositiveInt | None = Field(None, description="Most characters.")
-    min_word_share: Fraction = Field(0.0, description="Least share of letters and digits of any script; prose has 0.9, code 0.7.")
-    min_compressed_share: Fraction = Field(0.0, description="Least size that zlib compresses it to, as a share; repetition has less than 0.1.")
+    min_characters: int = Field(0, ge=0, description="Fewest characters that its users may say in a conversation.")
+    max_characters: PositiveInt | None = Field(None, description="Most characters that its users may say in a conversation.")
+    min_word_share: Fraction = Field(0.0, description="Least share of letters and digits of any script in that; prose has 0.9, code 0.7.")
+    min_compressed_share: Fraction = Field(0.0, description="Least share of its size that zlib brings it to; repetition has less than 0.1.")
     drop_continued: bool = Field(False, description="Leave out conversations that another one goes on from; logs hold one for every turn.")
     redact: Annotated[tuple[Redaction, ...], Field(strict=False)] = Field(
         (), description="What is blanked out in every message before anything is written."
