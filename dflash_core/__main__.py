@@ -44,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     except DFlashError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a disk that is full, a folder that may not be written
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("Interrupted. The same command goes on from here.", file=sys.stderr)
         return 130

@@ -44,6 +44,9 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
         except DFlashError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
+        except OSError as error:  # a disk that is full, a folder that may not be written
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
             print("Interrupted. The same command goes on from here.", file=sys.stderr)
             raise typer.Exit(130) from error

@@ -13,6 +13,7 @@ and ends when its input closes, which the kernel sees to however the run dies.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import logging
 import os
 import re
@@ -164,7 +165,7 @@ def answers(url: str) -> bool:
             return bool(response.status == 200)
     except urllib.error.HTTPError as error:
         return error.code in (401, 403)  # it is there and wants a key, which Prefect has
-    except OSError:
+    except (OSError, ValueError, http.client.HTTPException):  # nobody, no address, or somebody who does not speak HTTP
         return False
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import http.client
 import json
 import os
 import shlex
@@ -329,7 +330,7 @@ def _get(url: str, body: bytes | None = None) -> bytes | None:
     try:
         with urllib.request.urlopen(request, timeout=5) as response:
             return bytes(response.read())
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return None
 
 

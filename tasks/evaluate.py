@@ -73,19 +73,20 @@ def find_drafter(config: PipelineConfig, drafter: str) -> Path:
 
     Raises:
         InputError: there is no such folder, or no such version.
+        TrackingError: the store cannot be used, or has the version without its files.
     """
-    if Path(drafter).is_dir():
-        return Path(drafter)
-    if drafter != CHAMPION and not drafter.isdecimal():
-        raise InputError(
-            "drafter", [Problem("drafter", drafter, "there is no such folder", f"Name a folder, '{CHAMPION}' or the number of a version")]
-        )
+    if drafter != CHAMPION and not (drafter.isascii() and drafter.isdecimal()):  # a folder of such a name is ./champion, ./3
+        if Path(drafter).is_dir():
+            return Path(drafter)
+        remedy = f"Name a folder, '{CHAMPION}' or the number of a version"
+        raise InputError("drafter", [Problem("drafter", drafter, "there is no such folder", remedy)])
     client, uri = open_client(config)
     registry, name = Registry(client, uri), registered_name(config.target.model)
     version = registry.champion(name) if drafter == CHAMPION else registry.version(name, drafter)
     if version is None:
+        message = f"no version of {name} in {uri} is the champion" if drafter == CHAMPION else f"{name} has no such version in {uri}"
         remedy = "Train one (retrain-drafter promotes it), give a version the alias in MLflow, or name a folder"
-        raise InputError("drafter", [Problem("drafter", drafter, f"no version of {name} in {uri} is the champion", remedy)])
+        raise InputError("drafter", [Problem("drafter", drafter, message, remedy)])
     return fetched(registry, version, config.run.workspace)
 
 

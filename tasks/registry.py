@@ -11,12 +11,16 @@ own tracking store, and does not find it. So a version's source is the logged mo
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+from tasks.store import TrackingError, usable
 
 CHAMPION = "champion"
 EXPORT_KEY = "dflash.export_key"
@@ -53,7 +57,7 @@ class Version:
 def registered_name(target: str) -> str:
     """Name of the registered model of a target, ``dflash-`` and the last part of the target's own name."""
     last = Path(target).expanduser().resolve().name if target.startswith((".", "~", "/")) else target.rstrip("/").rsplit("/", 1)[-1]
-    return f"dflash-{re.sub(r'[^a-z0-9._-]+', '-', last.lower())}"
+    return "dflash-" + re.sub(r"[^\w.-]+", "-", last.lower())
 
 
 class Registry:
@@ -87,52 +91,67 @@ class Registry:
 
     def champion(self, name: str) -> Version | None:
         """The version that the alias names, or None."""
-        from mlflow.exceptions import MlflowException
+        return self._found(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
 
-        try:
-            return _version(self._client.get_model_version_by_alias(name, CHAMPION))
-        except MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, no such alias
-                return None
-            raise
-
-    def version(self, name: str, number: str) -> Version:
-        """A version by its number."""
-        return _version(self._client.get_model_version(name, number))
+    def version(self, name: str, number: str) -> Version | None:
+        """A version by its number, or None."""
+        return self._found(lambda: self._client.get_model_version(name, number))
 
     def promote(self, version: Version) -> None:
         """Let the alias name this version."""
-        self._client.set_registered_model_alias(version.name, CHAMPION, version.number)
+        with usable(self._uri):
+            self._client.set_registered_model_alias(version.name, CHAMPION, version.number)
 
     def set_tags(self, version: Version, tags: Mapping[str, str]) -> None:
         """Set tags of a version."""
-        for key, value in tags.items():
-            self._client.set_model_version_tag(version.name, version.number, key, value)
+        with usable(self._uri):
+            for key, value in tags.items():
+                self._client.set_model_version_tag(version.name, version.number, key, value)
 
     def fetch(self, version: Version, folder: Path) -> Path:
-        """Copy a version's files to ``folder``, unless they are there; returns it. A folder that is there is whole."""
+        """Copy a version's files to ``folder``, unless they are there; returns it. A folder that is there is whole.
+
+        Raises:
+            TrackingError: the files are not where the store says.
+        """
         from mlflow.artifacts import download_artifacts
 
         if not folder.is_dir():
             temporary = folder.with_name(f".{folder.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            found = download_artifacts(artifact_uri=version.source, dst_path=str(temporary), tracking_uri=self._uri, registry_uri=self._uri)
+            try:
+                found = download_artifacts(artifact_uri=version.source, dst_path=str(temporary), tracking_uri=self._uri, registry_uri=self._uri)
+            except Exception as error:  # MLflow raises its own errors, the HTTP library's and the disk's
+                remedy = f"Restore them, or give the alias '{CHAMPION}' to another version"
+                raise TrackingError(f"The files of {version} cannot be fetched from {version.source}: {error}. {remedy}") from error
             Path(found).replace(folder)
             shutil.rmtree(temporary, ignore_errors=True)
         return folder
 
     def page(self, version: Version) -> str | None:
         """Address of a version's page, where MLflow is a server."""
-        return f"{self._uri.rstrip('/')}/#/models/{version.name}/versions/{version.number}" if self._uri.startswith("http") else None
+        return f"{self._uri.rstrip('/')}/#/models/{quote(version.name)}/versions/{version.number}" if self._uri.startswith("http") else None
+
+    def _found(self, ask: Callable[[], Any]) -> Version | None:
+        from mlflow.exceptions import MlflowException
+
+        with usable(self._uri):
+            try:
+                return _version(ask())
+            except MlflowException as error:
+                if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, version or alias
+                    return None
+                raise
 
     def _logged_model(self, experiment_id: str, run_id: str, exported: Exported) -> Any:
         begun = self._client.search_logged_models([experiment_id], f"tags.`{EXPORT_KEY}` = '{exported.key}'")
         whole = [model for model in begun if str(model.status) == "READY"]
         if whole:
             return whole[0]
+        name = exported.name.replace(".", "-")  # MLflow takes dots in names of registered models, not of logged ones
         model = self._client.create_logged_model(
-            experiment_id, exported.name, run_id, {**exported.tags, EXPORT_KEY: exported.key}, dict(exported.params), "drafter"
+            experiment_id, name, run_id, {**exported.tags, EXPORT_KEY: exported.key}, dict(exported.params), "drafter"
         )
         try:
             self._client.log_model_artifacts(model.model_id, str(exported.folder))
@@ -153,8 +172,12 @@ class Registry:
 
 
 def fetched(registry: Registry, version: Version, workspace: Path) -> Path:
-    """A version's folder on this machine, kept in the workspace."""
-    return registry.fetch(version, workspace / "registered" / version.name / version.number)
+    """A version's folder on this machine, kept in the workspace.
+
+    Another store counts its versions from 1 too: the place of the files tells them apart.
+    """
+    place = hashlib.sha256(version.source.encode()).hexdigest()[:8]
+    return registry.fetch(version, workspace / "registered" / version.name / f"{version.number}-{place}")
 
 
 def _version(found: Any) -> Version:

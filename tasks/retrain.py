@@ -55,7 +55,7 @@ class Retraining:
 
         Raises:
             RetrainBusyError: another process retrains this target.
-            TrackingError: the MLflow server does not answer.
+            TrackingError: the MLflow store cannot be used.
         """
         client, uri = open_client(config)
         name = registered_name(config.target.model)
@@ -73,8 +73,9 @@ class Retraining:
         """Take up the round that an earlier process began, or begin one. None: too little is new."""
         current = self.rounds.begun()
         if current is not None:
+            self.rounds.check(self.config)
             logger.info("Round %d, begun at %s, is taken up: %d new prompts.", current.number, current.begun, current.new)
-            version = self.registry.version(self.name, current.champion) if current.champion is not None else None
+            version = self._begun_from(current)
         else:
             version = self.registry.champion(self.name)
         if version is not None:
@@ -93,6 +94,16 @@ class Retraining:
         """Why nothing is done, in a sentence."""
         wanted, last = self.config.retrain.min_new_prompts, self.rounds.watermark.round
         return f"{'No' if wanted == 1 else f'Fewer than {wanted}'} new prompts since round {last}: nothing to do."
+
+    def _begun_from(self, current: Round) -> Version | None:
+        if current.champion is None:
+            return None
+        version = self.registry.version(self.name, current.champion)
+        if version is None:
+            place = self.rounds.place(current.number)
+            message = f"Round {current.number} of {self.name} was begun from version {current.champion}, which is not in the MLflow store any more."
+            raise DFlashError(f"{message} Correct tracking.uri, or move {place} away: its prompts are then read afresh, for the champion of now.")
+        return version
 
     def _fetched(self, version: Version) -> Path:
         """The champion's folder. It must draft blocks as long as the challenger's: they are compared as they are served."""

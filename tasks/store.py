@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 from dflash_core.config import PipelineConfig
@@ -28,17 +30,29 @@ def open_client(config: PipelineConfig) -> tuple[Any, str]:
     """(an ``MlflowClient``, its URI). The workspace is made if it does not exist.
 
     Raises:
-        TrackingError: a server is named that does not answer.
+        TrackingError: a server is named that does not answer, or the address is none that MLflow knows.
     """
     uri = tracking_uri(config)
-    if uri.startswith(("http://", "https://")):
-        _wait_for_server(uri)
-    else:
-        config.run.workspace.mkdir(parents=True, exist_ok=True)
-    from mlflow import MlflowClient
+    with usable(uri):
+        if uri.startswith(("http://", "https://")):
+            _wait_for_server(uri)
+        else:
+            config.run.workspace.mkdir(parents=True, exist_ok=True)
+        from mlflow import MlflowClient
 
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells every step of creating the database
-    return MlflowClient(uri, registry_uri=uri), uri
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells every step of creating the database
+        return MlflowClient(uri, registry_uri=uri), uri
+
+
+@contextlib.contextmanager
+def usable(uri: str, remedy: str = "Correct tracking.uri") -> Iterator[None]:
+    """What goes wrong with the store inside becomes a ``TrackingError``: MLflow raises its own errors, the HTTP library's and the database's."""
+    try:
+        yield
+    except DFlashError:
+        raise
+    except Exception as error:
+        raise TrackingError(f"The MLflow store {uri} cannot be used: {error}. {remedy}") from error
 
 
 def pinned_experiment(client: Any, uri: str, config: PipelineConfig) -> str:

@@ -29,7 +29,7 @@ from dflash_core.stages import write_json_atomic
 from tasks.journal import MetricJournal, Record
 from tasks.origin import git_tags, process_tags, settle_dead_runs
 from tasks.registry import Exported, Registry, Version
-from tasks.store import TrackingError, open_client, pinned_experiment
+from tasks.store import open_client, pinned_experiment, usable
 
 logger = logging.getLogger(__name__)
 
@@ -149,15 +149,11 @@ class Tracker:
         if not config.tracking.enabled:
             return cls.off(folder)
         client, uri = open_client(config)
-        try:
+        with usable(uri, "Correct tracking.uri, or record nothing with --set tracking.enabled=false"):
             experiment_id = pinned_experiment(client, uri, config)
             settle_dead_runs(client, experiment_id)
             tracker = cls(folder, client, experiment_id, _unfinished_run(client, folder, uri), uri)
             tracker._begin(config)
-        except Exception as error:
-            raise TrackingError(
-                f"The MLflow store {uri} cannot be used: {error}. Correct tracking.uri, or record nothing with --set tracking.enabled=false"
-            ) from error
         return tracker
 
     @classmethod

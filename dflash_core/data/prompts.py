@@ -13,6 +13,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -115,6 +116,11 @@ def read_file(path: Path) -> Rows:
     return _parquet_rows(path) if path.name.lower().endswith(".parquet") else _jsonl_rows(path)
 
 
+def written(path: Path) -> str:
+    """A path as text that can be written down: names of files need not be UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def _builtin_rows(name: str) -> Rows:
     if name not in BUILTIN_SOURCES:
         raise _error(name, name, "is not a built-in source", f"Use {', '.join(BUILTIN_SOURCES)}")
@@ -122,21 +128,21 @@ def _builtin_rows(name: str) -> Rows:
 
 
 def _jsonl_rows(path: Path) -> Rows:
-    number = 0
+    name, number = written(path), 0
     try:
         with path.open("rb") as raw:
             zipped = path.name.lower().endswith(".gz")
             file: IO[bytes] = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if zipped else raw
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                where = f"{path}:{number}"
+                where = f"{name}:{number}"
                 if len(line) > MAX_LINE_BYTES:
                     _skip_line(file, line)
                     yield where, Problem(where, line[:100], f"the line is longer than {MAX_LINE_BYTES} bytes", "Split it; one conversation a line")
                 elif (row := read_row(path, line, number)) is not None:
                     yield where, row
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise _error(f"{path}:{number + 1}", str(path), f"is not a whole gzip file: {error}", "Write the file again") from error
+        raise _error(f"{name}:{number + 1}", name, f"is not a whole gzip file: {error}", "Write the file again") from error
 
 
 def _skip_line(file: IO[bytes], line: bytes) -> None:
@@ -146,7 +152,7 @@ def _skip_line(file: IO[bytes], line: bytes) -> None:
 
 def read_row(path: Path, line: bytes, number: int) -> object | None:
     """What a line of a JSONL file or of a server's log holds: a value, a ``Problem`` where it cannot be read, None where there is no row."""
-    where, text = f"{path}:{number}", line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    where, text = f"{written(path)}:{number}", line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
     if path.name.lower().endswith(".log"):
         return log_row(text.decode("utf-8", "replace"), where)
     return _json(text, where) if text.strip() else None
@@ -166,23 +172,24 @@ def _json(line: bytes, where: str) -> object:
 
 
 def _parquet_rows(path: Path) -> Rows:
+    name = written(path)
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise _error(str(path), str(path), f"is not a readable Parquet file: {error}", "Write the file again") from error
+        raise _error(name, name, f"is not a readable Parquet file: {error}", "Write the file again") from error
     with file:
         names = file.schema_arrow.names
         if not set(COLUMNS) & set(names):
-            raise _error(str(path), names, f"has none of the columns {', '.join(COLUMNS)}", "Rename the column that holds the prompts")
-        wanted = [name for name in names if name in (*COLUMNS, *EXTRA_COLUMNS)]
+            raise _error(name, names, f"has none of the columns {', '.join(COLUMNS)}", "Rename the column that holds the prompts")
+        wanted = [column for column in names if column in (*COLUMNS, *EXTRA_COLUMNS)]
         number = 0
         try:
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}:{number}", row
+                    yield f"{name}:{number}", row
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise _error(f"{path}:{number + 1}", str(path), f"cannot be read on: {error}", "Write the file again") from error
+            raise _error(f"{name}:{number + 1}", name, f"cannot be read on: {error}", "Write the file again") from error
 
 
 def _hub_rows(source: PromptSource) -> Rows:

@@ -20,7 +20,7 @@ from dflash_core.errors import Problem
 class RetrainSection(Section):
     """What a retraining takes, and when its drafter becomes the champion."""
 
-    prompts: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+    prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
         min_length=1,
         description="Where new prompts arrive: files, folders, or patterns (.jsonl, .jsonl.gz, .parquet, .log). A .jsonl or a .log may grow.",
     )

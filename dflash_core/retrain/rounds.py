@@ -23,8 +23,9 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash_core.config import PipelineConfig
 from dflash_core.data import Conversation, Message, RejectLog, read_prompts
@@ -37,6 +38,8 @@ from dflash_core.retrain.config import RetrainConfig
 from dflash_core.retrain.decision import Decision
 from dflash_core.retrain.watermark import SeenFile, Watermark, read_arrived
 from dflash_core.stages import StageBusyError, stage_lock, sync_files, sync_folder, write_json_atomic
+
+State = TypeVar("State", bound=BaseModel)
 
 PROMPTS, NEW, HELDOUT = "prompts.jsonl", "new.jsonl", "heldout.jsonl"
 
@@ -95,8 +98,7 @@ class Rounds:
     @property
     def watermark(self) -> Watermark:
         """The last round that is over."""
-        path = self.folder / "watermark.json"
-        return Watermark.model_validate_json(path.read_bytes()) if path.is_file() else Watermark()
+        return _read(Watermark, self.folder / "watermark.json") or Watermark()
 
     def place(self, number: int) -> Path:
         """Folder of a round."""
@@ -104,8 +106,7 @@ class Rounds:
 
     def begun(self) -> Round | None:
         """The round that a process began and did not end."""
-        path = self.place(self.watermark.round + 1) / "round.json"
-        return Round.model_validate_json(path.read_bytes()) if path.is_file() else None
+        return _read(Round, self.place(self.watermark.round + 1) / "round.json")
 
     def open(self, config: RetrainConfig, champion: str | None) -> Round | None:
         """Choose the prompts of the next round. None if fewer than ``retrain.min_new_prompts`` have arrived, unless a first drafter is wanted.
@@ -117,6 +118,7 @@ class Rounds:
             DataError: prompts cannot be read, too many are unusable, or none is left to train on or to hold out.
             ConfigError: ``data.heldout_fraction`` is not that of the first round.
         """
+        self.check(config)
         watermark = self.watermark
         number, fraction = watermark.round + 1, config.data.heldout_fraction
         place = self.place(number)
@@ -156,10 +158,17 @@ class Rounds:
         sync_folder(place.parent)
         return current
 
+    def check(self, config: RetrainConfig) -> None:
+        """Held-out prompts are told from others as in the first round. Raises ``ConfigError``."""
+        first, fraction = _read(Round, self.place(1) / "round.json"), config.data.heldout_fraction
+        if first is not None and first.heldout_fraction != fraction:
+            message = f"the held-out prompts of {self.folder} were chosen with {first.heldout_fraction}, and stay the same over retrainings"
+            remedy = f"Set it to {first.heldout_fraction}, or begin anew by moving {self.folder} away"
+            raise ConfigError("retrain", [Problem("data.heldout_fraction", fraction, message, remedy)])
+
     def decision(self, current: Round) -> Decision | None:
         """What was decided in a round, if that was done before its process ended."""
-        path = self.place(current.number) / "decision.json"
-        return Decision.model_validate_json(path.read_bytes()) if path.is_file() else None
+        return _read(Decision, self.place(current.number) / "decision.json")
 
     def decide(self, current: Round, decision: Decision) -> None:
         """Keep a decision, so that a process that takes up the round comes to no other."""
@@ -183,11 +192,6 @@ class Rounds:
                 message = f"held out none of {len(available)} prompts"
                 raise DataError("retrain", [Problem("data.heldout_fraction", fraction, message, "Raise it or give more prompts")])
             return chosen
-        first = Round.model_validate_json((self.place(1) / "round.json").read_bytes())
-        if first.heldout_fraction != fraction:
-            message = f"the held-out prompts of {self.folder} were chosen with {first.heldout_fraction}, and stay the same over retrainings"
-            remedy = f"Set it to {first.heldout_fraction}, or begin anew by moving {self.folder} away"
-            raise ConfigError("retrain", [Problem("data.heldout_fraction", fraction, message, remedy)])
         return read_conversations(self.place(1) / HELDOUT)
 
 
@@ -241,6 +245,13 @@ class _Pool:
             return hashlib.sha256(seed.encode() + fingerprint_of(conversations[index], with_responses=self._with_responses)).digest()
 
         return [conversations[index] for index in sorted(sorted(range(len(conversations)), key=rank)[:count])]
+
+
+def _read(model: type[State], path: Path) -> State | None:
+    try:
+        return model.model_validate_json(path.read_bytes()) if path.is_file() else None
+    except ValidationError as error:
+        raise DFlashError(f"{path} is damaged, or of another version of this code: {error}. Restore it, or begin anew by moving it away") from error
 
 
 def _conversation(record: dict[str, object]) -> Conversation:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from dflash_core.data.prompts import GROWING, SUFFIXES, read_file, read_row
+from dflash_core.data.prompts import GROWING, SUFFIXES, read_file, read_row, written
 from dflash_core.errors import DataError, Problem
 
 _BLOCK = 1 << 20
@@ -56,7 +56,11 @@ def read_arrived(patterns: Sequence[str], seen: Sequence[SeenFile]) -> tuple[Row
     found: dict[tuple[int, str], SeenFile] = {}
     outgrown: set[tuple[int, str]] = set()
     for path in arrived_files(patterns):
-        fresh, now, before = _read_appended(path, known) if path.name.lower().endswith(GROWING) else _read_whole(path, known)
+        try:
+            fresh, now, before = _read_appended(path, known) if path.name.lower().endswith(GROWING) else _read_whole(path, known)
+        except OSError as error:
+            problem = Problem("retrain.prompts", written(path), f"cannot be read: {error}", "Make it readable, or leave it out; nothing was begun")
+            raise DataError("retrain.prompts", [problem]) from error
         rows += fresh
         found[now.bytes, now.sha256] = now
         if before is not None and before.path == now.path:
@@ -70,7 +74,7 @@ def arrived_files(patterns: Sequence[str]) -> list[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         path = Path(pattern)
-        if glob.has_magic(pattern):
+        if glob.has_magic(pattern) and not path.exists():
             found.update(item for name in glob.glob(pattern, recursive=True) if (item := Path(name)).is_file() and _is_data(item))
         elif path.is_dir():
             found.update(item for item in path.iterdir() if item.is_file() and _is_data(item))
@@ -102,8 +106,8 @@ def _read_appended(path: Path, known: dict[tuple[int, str], Any]) -> tuple[Rows,
             digest.update(line)
             offset += len(line)
             if row is not None:
-                rows.append((f"{path}:{number}", row))
-    return rows, SeenFile(path=str(path), bytes=offset, sha256=digest.hexdigest()), before
+                rows.append((f"{written(path)}:{number}", row))
+    return rows, SeenFile(path=written(path), bytes=offset, sha256=digest.hexdigest()), before
 
 
 def _known_beginning(path: Path, known: dict[tuple[int, str], SeenFile]) -> tuple[int, SeenFile | None]:
@@ -125,7 +129,7 @@ def _read_whole(path: Path, known: dict[tuple[int, str], SeenFile]) -> tuple[Row
     """All rows of a file that cannot grow, unless the whole of it is known."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    now = SeenFile(path=str(path), bytes=path.stat().st_size, sha256=digest)
+    now = SeenFile(path=written(path), bytes=path.stat().st_size, sha256=digest)
     return ([] if (now.bytes, digest) in known else list(read_file(path))), now, known.get((now.bytes, digest))
 
 

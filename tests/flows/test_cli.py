@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,9 @@ def test_a_missing_argument_or_an_unknown_command_is_bad_input() -> None:
     assert dflashctl("no-such-command")[0] == 2
 
 
-@pytest.mark.parametrize("error", [ShardError("shard 3 is damaged"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [ShardError("shard 3 is damaged"), OSError(errno.ENOSPC, "No space left on device", "workspace"), KeyboardInterrupt()]
+)
 def test_failures_and_interrupts_are_told_without_a_traceback(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     import typer
 
@@ -98,6 +101,7 @@ def test_failures_and_interrupts_are_told_without_a_traceback(error: BaseExcepti
     with pytest.raises(typer.Exit) as caught:
         told(command)()
     expected = {
+        "OSError": (1, "OSError: [Errno 28] No space left on device: 'workspace'\n"),
         "ShardError": (1, "ShardError: shard 3 is damaged\n"),
         "KeyboardInterrupt": (130, "Interrupted. The same command goes on from here.\n"),
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
-from flows.server import ServerError, TemporaryServer, prefect_api
+from flows.server import ServerError, TemporaryServer, answers, prefect_api
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -15,6 +17,21 @@ def test_a_configured_server_that_does_not_answer_is_named(monkeypatch: pytest.M
     monkeypatch.setattr("flows.server.configured_url", lambda: "http://127.0.0.1:9/api")
     with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/api does not answer.*unset PREFECT_API_URL"), prefect_api():
         pass
+
+
+def test_somebody_else_at_the_address_and_a_wrong_address_are_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=_greet_and_hang_up, args=(other,)).start()
+        assert not answers(f"http://127.0.0.1:{other.getsockname()[1]}/api")
+    assert not answers("127.0.0.1/api")
+    assert not answers("http://host:port/api")
+
+
+def _greet_and_hang_up(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1000)
+        connection.sendall(b"SSH-2.0-somebody\r\n")
 
 
 def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from dflash_core.config import parse_as
 from dflash_core.data import Conversation, Message, RejectLog, read_prompts
 from dflash_core.data.samples import is_heldout
-from dflash_core.errors import ConfigError, DataError
+from dflash_core.errors import ConfigError, DataError, DFlashError
 from dflash_core.retrain import RetrainConfig
 from dflash_core.retrain.decision import Decision
 from dflash_core.retrain.rounds import RetrainBusyError, Round, Rounds, pipeline_config, read_conversations
@@ -189,6 +190,30 @@ def test_another_share_of_held_out_prompts_is_refused_later(site: Site) -> None:
     other = config.model_copy(update={"data": config.data.model_copy(update={"heldout_fraction": 0.3})})
     with pytest.raises(ConfigError, match=r"data\.heldout_fraction = 0\.3: the held-out prompts of .* were chosen with 0\.2"):
         site.rounds.open(other, "1")
+    assert site.open("1") is not None
+    with pytest.raises(ConfigError, match=r"data\.heldout_fraction = 0\.3"):
+        site.rounds.check(other)  # before a round is taken up
+
+
+def test_a_file_of_the_rounds_that_is_damaged_is_named(site: Site) -> None:
+    site.arrive(20)
+    first = site.open(None)
+    assert first is not None
+    site.rounds.close(first)
+    path = site.rounds.folder / "watermark.json"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(DFlashError, match=f"{path} is damaged"):
+        site.rounds.begun()
+
+
+def test_names_of_files_need_not_be_utf8(site: Site) -> None:
+    site.arrive(20)
+    (site.folder / "traffic" / "log.jsonl").rename(os.fsdecode(os.fsencode(site.folder / "traffic") + b"/log-\xff.jsonl"))
+    first = site.open(None)
+    assert first is not None
+    assert len(site.prompts(first, "new.jsonl")) == 20
+    assert first.files[0].path.endswith(r"log-\xff.jsonl")
+    assert site.rounds.begun() == first
 
 
 def test_a_champion_is_the_start_and_is_decoded_on_every_held_out_prompt(site: Site) -> None:
@@ -228,6 +253,7 @@ with Rounds(Path(sys.argv[1])).held():
         ("training", {"max_steps": 5}, r"training\.max_steps = 5: how many"),
         ("tracking", {"enabled": False}, r"tracking\.enabled = False"),
         ("retrain", {"prompts": []}, r"retrain\.prompts"),
+        ("retrain", {"prompts": [""]}, r"retrain\.prompts\.0 = ''"),
         ("retrain", {"replay_fraction": 1.0}, r"retrain\.replay_fraction = 1\.0"),
         ("retrain", {"min_new": 5}, r"retrain\.min_new = 5.*Did you mean 'min_new_prompts'"),
     ],

@@ -118,6 +118,18 @@ def test_a_file_that_is_named_and_missing_is_an_error_and_an_empty_pattern_is_no
             Reader(tmp_path, str(tmp_path / name))()
 
 
+def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path: Path) -> None:
+    (tmp_path / "log[1].jsonl").write_text(lines("one"))
+    assert Reader(tmp_path, str(tmp_path / "log[1].jsonl"))() == ["one"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"a.{suffix}").symlink_to("/proc/self/mem")  # is there, and reading it is an error for anybody
+    with pytest.raises(DataError, match=rf"retrain\.prompts = .*a\.{suffix}.*: cannot be read: .*Input/output error"):
+        Reader(tmp_path, str(tmp_path / f"*.{suffix}"))()
+
+
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 40), st.booleans()), max_size=12))
 def test_appending_in_any_portions_and_rotating_loses_nothing_and_doubles_nothing(
     tmp_path_factory: pytest.TempPathFactory, portions: list[tuple[str, int, bool]]

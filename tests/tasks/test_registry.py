@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 
 from dflash_core.config import PipelineConfig
 from dflash_core.errors import InputError
 from tasks.evaluate import find_drafter
-from tasks.registry import Exported, Registry, registered_name
+from tasks.registry import Exported, Registry, fetched, registered_name
+from tasks.store import TrackingError, open_client
 from tasks.tracker import Tracker
 
 
@@ -53,6 +60,15 @@ def test_a_version_has_the_files_the_tags_and_the_card_and_belongs_to_its_run(
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {"config.json": b"{}", "model.safetensors": b"weights"}
 
 
+@pytest.mark.parametrize("target", ["meta-llama/Llama-3.1-8B", "组织/模型 ß", "it's/100%"])
+def test_a_target_may_have_any_name(tracker: Tracker, exported: Exported, tmp_path: Path, target: str) -> None:
+    version = tracker.register_model(replace(exported, name=registered_name(target), key=registered_name(target)))
+    assert version is not None
+    registry_of(tracker).promote(version)
+    assert registry_of(tracker).champion(registered_name(target)) == version
+    assert (fetched(registry_of(tracker), version, tmp_path / "workspace") / "config.json").is_file()
+
+
 def test_the_same_export_is_registered_once_also_when_a_kill_came_between_its_two_halves(tracker: Tracker, exported: Exported) -> None:
     assert tracker.run_id is not None
     model = registry_of(tracker)._logged_model(tracker.experiment_id, tracker.run_id, exported)  # killed before the version was created
@@ -88,14 +104,71 @@ def test_a_drafter_is_found_by_its_folder_by_its_version_and_as_the_champion(
     assert version is not None
     registry_of(tracker).promote(version)
     found = find_drafter(config, "champion")
-    assert found == find_drafter(config, "1") == config.run.workspace / "registered" / exported.name / "1"
+    assert found == find_drafter(config, "1")
+    assert found.parent == config.run.workspace / "registered" / exported.name
     assert (found / "model.safetensors").read_bytes() == b"weights"
     assert find_drafter(config, str(tmp_path)) == tmp_path
+    with pytest.raises(InputError, match=r"drafter = '7': .* has no such version in sqlite"):
+        find_drafter(config, "7")
+
+
+def test_a_folder_does_not_hide_the_champion_whose_name_it_has(
+    make_config: Callable[..., PipelineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "champion").mkdir()
+    (tmp_path / "1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = make_config(target={"model": "some/other"})
+    for name in ("champion", "1"):
+        with pytest.raises(InputError, match=f"drafter = '{name}'"):
+            find_drafter(config, name)
+        assert find_drafter(config, f"./{name}") == Path(name)
+
+
+def test_the_same_number_in_another_store_is_another_drafter(tracker: Tracker, exported: Exported, tmp_path: Path) -> None:
+    registry, version = registry_of(tracker), tracker.register_model(exported)
+    assert version is not None
+    (exported.folder / "model.safetensors").write_bytes(b"other weights")
+    other = tracker.register_model(Exported(**{**vars(exported), "key": "key2"}))
+    assert other is not None
+    elsewhere = replace(version, source=other.source)  # what version 1 of a store is that was made anew
+    found = [(fetched(registry, item, tmp_path / "workspace") / "model.safetensors").read_bytes() for item in (version, elsewhere)]
+    assert found == [b"weights", b"other weights"]
+
+
+def test_a_version_whose_files_are_gone_is_named(tracker: Tracker, exported: Exported, tmp_path: Path) -> None:
+    version = tracker.register_model(exported)
+    assert version is not None
+    shutil.rmtree(url2pathname(urlsplit(version.source).path))
+    with pytest.raises(TrackingError, match=f"(?s)The files of {version} cannot be fetched from .* give the alias 'champion' to another version"):
+        fetched(registry_of(tracker), version, tmp_path / "workspace")
+
+
+def test_a_store_that_cannot_be_used_is_an_error_that_names_it(make_config: Callable[..., PipelineConfig], store_uri: str, tmp_path: Path) -> None:
+    Registry(*open_client(make_config())).champion("dflash-none")  # makes the tables
+    old = tmp_path / "old.db"
+    shutil.copy(store_uri.removeprefix("sqlite:///"), old)
+    with contextlib.closing(sqlite3.connect(old)) as database, database:
+        database.execute("update alembic_version set version_num = 'cc1f77228345'")
+    (tmp_path / "junk.db").write_bytes(b"no database" * 1000)
+    uris = {f"sqlite:///{old}": "out-of-date", f"sqlite:///{tmp_path}/junk.db": "not a database", "what:ever": "", "http://host:port": "port"}
+    for uri, reason in uris.items():
+        config = make_config(tracking={"uri": uri})
+        told = f"(?s)The MLflow store {uri} cannot be used: .*{reason}.* Correct tracking.uri"
+        with pytest.raises(TrackingError, match=told):
+            find_drafter(config, "champion")
+        with pytest.raises(TrackingError, match=told):
+            Tracker.open(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("target", "name"),
-    [("Qwen/Qwen3-8B", "dflash-qwen3-8b"), ("smollm2-135m-instruct", "dflash-smollm2-135m-instruct"), ("/models/My Model/", "dflash-my-model")],
+    [
+        ("Qwen/Qwen3-8B", "dflash-qwen3-8b"),
+        ("smollm2-135m-instruct", "dflash-smollm2-135m-instruct"),
+        ("/models/My Model/", "dflash-my-model"),
+        ("组织/模型", "dflash-模型"),
+    ],
 )
 def test_the_name_of_a_registered_model_comes_from_its_target(target: str, name: str) -> None:
     assert registered_name(target) == name
