@@ -1,8 +1,8 @@
 """The one tree of settings behind every YAML: strict, frozen, extra keys forbidden.
 
 ``load_config("configs/demo.yaml", ["training.max_steps=50"])`` returns a ``PipelineConfig`` or raises ``ConfigError``
-with, for each problem, the field path, the value and what to do. Rules that need the target's own configuration or the
-data (taps, mask token, length of the schedule) are in ``dflash_core.checks``.
+with, for each problem, the field path, the value and what to do. Rules between fields are in ``config_rules``; those that need
+the target's own configuration or the data (taps, mask token, length of the schedule) are in ``dflash_core.checks``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from dflash_core.config_rules import cross_field_problems
 from dflash_core.config_yaml import annotated_yaml as annotated_yaml
 from dflash_core.errors import ConfigError, Problem
 
@@ -280,7 +281,7 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _rules_across_fields(self) -> PipelineConfig:
-        problems = list(_cross_field_problems(self))
+        problems = list(cross_field_problems(self))
         if problems:
             raise PydanticCustomError("cross_field", "{text}", {"text": "; ".join(map(str, problems)), "problems": problems})
         return self
@@ -294,70 +295,6 @@ class PipelineConfig(Section):
     def rows_per_step(self) -> int:
         """Rows of one optimiser step over all replicas."""
         return len(self.training.devices) * self.training.accumulation_steps * self.training.rows_per_microstep
-
-
-def _cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
-    data, drafter, training, evaluation = config.data, config.drafter, config.training, config.evaluation
-    if drafter.block_size > training.row_length:
-        yield Problem(
-            "drafter.block_size", drafter.block_size, f"a block does not fit into a row of training.row_length = {training.row_length}",
-            "Lower drafter.block_size or raise training.row_length",
-        )  # fmt: skip
-    if data.max_length > training.row_length:
-        yield Problem(
-            "data.max_length", data.max_length, f"samples would not fit into rows of training.row_length = {training.row_length}",
-            "Set data.max_length to at most training.row_length",
-        )  # fmt: skip
-    if training.num_anchors > training.row_length - 1:
-        yield Problem(
-            "training.num_anchors", training.num_anchors,
-            f"a row of training.row_length = {training.row_length} has at most {training.row_length - 1} anchors",
-            "Lower training.num_anchors; about an eighth of the row length is usual",
-        )  # fmt: skip
-    taps = drafter.tap_layers
-    if taps is not None and (list(taps) != sorted(set(taps)) or not taps or taps[0] < 0):
-        yield Problem("drafter.tap_layers", list(taps), "must be 0-based, ascending and without repetition", "Sort the list and drop repetitions")
-    if taps is not None and drafter.num_taps not in (None, len(taps)):
-        yield Problem("drafter.num_taps", drafter.num_taps, f"drafter.tap_layers names {len(taps)} layers", "Leave drafter.num_taps out")
-    if evaluation.block_size is not None and evaluation.block_size > drafter.block_size:
-        yield Problem(
-            "evaluation.block_size", evaluation.block_size, f"larger than the trained drafter.block_size = {drafter.block_size}",
-            "Decode with at most the trained block size",
-        )  # fmt: skip
-    if training.schedule == "wsd" and training.warmup_fraction + training.decay_fraction > 1.0:
-        yield Problem(
-            "training.decay_fraction", training.decay_fraction,
-            f"with training.warmup_fraction = {training.warmup_fraction} the schedule is longer than the run",
-            "Keep warmup_fraction + decay_fraction at most 1",
-        )  # fmt: skip
-    cuda = [device for device in training.devices if device != "cpu"]
-    if cuda and "cpu" in training.devices:
-        yield Problem("training.devices", list(training.devices), "mixes cpu and cuda replicas", "Use replicas of one kind")
-    if 1 < len(set(cuda)) < len(cuda):
-        message = "several replicas share one of several GPUs, between which NCCL takes one replica each"
-        yield Problem("training.devices", list(training.devices), message, "Name each GPU once, or one GPU alone")
-    if training.precision == "fp8" and "cpu" in training.devices:
-        yield Problem("training.precision", "fp8", "needs CUDA devices", "Set bfloat16 or float32, or name CUDA devices in training.devices")
-    for field, value, count in (
-        ("training.row_length", training.row_length, training.row_length),
-        ("training.num_anchors", training.num_anchors, training.num_anchors * drafter.block_size),
-    ):
-        if training.precision == "fp8" and count % 16:
-            message = f"makes rows of {count}, and products in fp8 want multiples of 16"
-            yield Problem(field, value, message, f"Round {field} up, or set training.precision to bfloat16")
-    if training.sync == "sharded" and training.optimizer == "muon":
-        yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")
-    if training.cuda_graphs and not cuda:
-        yield Problem(
-            "training.cuda_graphs", True, f"training.devices = {list(training.devices)} has no CUDA device",
-            "Set training.cuda_graphs to false, or name CUDA devices in training.devices",
-        )  # fmt: skip
-    if training.queue_rows < config.rows_per_step // training.accumulation_steps:
-        yield Problem(
-            "training.queue_rows", training.queue_rows,
-            f"smaller than the {config.rows_per_step // training.accumulation_steps} rows that the replicas take at a time",
-            "Raise training.queue_rows",
-        )  # fmt: skip
 
 
 def digest_of(value: object) -> str:

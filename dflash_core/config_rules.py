@@ -1,0 +1,97 @@
+"""Rules between settings, which no field can check by itself: sizes that must fit into each other, and ways of training that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dflash_core.errors import Problem
+
+if TYPE_CHECKING:
+    from dflash_core.config import DrafterConfig, PipelineConfig
+
+
+def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
+    """Everything that is wrong between the settings of a configuration."""
+    yield from _sizes(config)
+    yield from _taps(config.drafter)
+    yield from _schedule_and_queue(config)
+    yield from _devices(config)
+    yield from _fp8(config)
+
+
+def _sizes(config: PipelineConfig) -> Iterator[Problem]:
+    data, drafter, training, evaluation = config.data, config.drafter, config.training, config.evaluation
+    if drafter.block_size > training.row_length:
+        yield Problem(
+            "drafter.block_size", drafter.block_size, f"a block does not fit into a row of training.row_length = {training.row_length}",
+            "Lower drafter.block_size or raise training.row_length",
+        )  # fmt: skip
+    if data.max_length > training.row_length:
+        yield Problem(
+            "data.max_length", data.max_length, f"samples would not fit into rows of training.row_length = {training.row_length}",
+            "Set data.max_length to at most training.row_length",
+        )  # fmt: skip
+    if training.num_anchors > training.row_length - 1:
+        yield Problem(
+            "training.num_anchors", training.num_anchors,
+            f"a row of training.row_length = {training.row_length} has at most {training.row_length - 1} anchors",
+            "Lower training.num_anchors; about an eighth of the row length is usual",
+        )  # fmt: skip
+    if evaluation.block_size is not None and evaluation.block_size > drafter.block_size:
+        yield Problem(
+            "evaluation.block_size", evaluation.block_size, f"larger than the trained drafter.block_size = {drafter.block_size}",
+            "Decode with at most the trained block size",
+        )  # fmt: skip
+
+
+def _taps(drafter: DrafterConfig) -> Iterator[Problem]:
+    taps = drafter.tap_layers
+    if taps is not None and (list(taps) != sorted(set(taps)) or not taps or taps[0] < 0):
+        yield Problem("drafter.tap_layers", list(taps), "must be 0-based, ascending and without repetition", "Sort the list and drop repetitions")
+    if taps is not None and drafter.num_taps not in (None, len(taps)):
+        yield Problem("drafter.num_taps", drafter.num_taps, f"drafter.tap_layers names {len(taps)} layers", "Leave drafter.num_taps out")
+
+
+def _schedule_and_queue(config: PipelineConfig) -> Iterator[Problem]:
+    training = config.training
+    if training.schedule == "wsd" and training.warmup_fraction + training.decay_fraction > 1.0:
+        yield Problem(
+            "training.decay_fraction", training.decay_fraction,
+            f"with training.warmup_fraction = {training.warmup_fraction} the schedule is longer than the run",
+            "Keep warmup_fraction + decay_fraction at most 1",
+        )  # fmt: skip
+    together = config.rows_per_step // training.accumulation_steps
+    if training.queue_rows < together:
+        message = f"smaller than the {together} rows that the replicas take at a time"
+        yield Problem("training.queue_rows", training.queue_rows, message, "Raise training.queue_rows")
+
+
+def _devices(config: PipelineConfig) -> Iterator[Problem]:
+    training, devices = config.training, list(config.training.devices)
+    cuda = [device for device in devices if device != "cpu"]
+    if cuda and "cpu" in devices:
+        yield Problem("training.devices", devices, "mixes cpu and cuda replicas", "Use replicas of one kind")
+    if 1 < len(set(cuda)) < len(cuda):
+        message = "several replicas share one of several GPUs, between which NCCL takes one replica each"
+        yield Problem("training.devices", devices, message, "Name each GPU once, or one GPU alone")
+    if training.cuda_graphs and not cuda:
+        remedy = "Set training.cuda_graphs to false, or name CUDA devices in training.devices"
+        yield Problem("training.cuda_graphs", True, f"training.devices = {devices} has no CUDA device", remedy)
+    if training.sync == "sharded" and training.optimizer == "muon":
+        yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")
+
+
+def _fp8(config: PipelineConfig) -> Iterator[Problem]:
+    training = config.training
+    if training.precision != "fp8":
+        return
+    if "cpu" in training.devices:
+        yield Problem("training.precision", "fp8", "needs CUDA devices", "Set bfloat16 or float32, or name CUDA devices in training.devices")
+    for field, value, count in (
+        ("training.row_length", training.row_length, training.row_length),
+        ("training.num_anchors", training.num_anchors, training.num_anchors * config.drafter.block_size),
+    ):
+        if count % 16:
+            message = f"makes rows of {count}, and products in fp8 want multiples of 16"
+            yield Problem(field, value, message, f"Round {field} up, or set training.precision to bfloat16")
