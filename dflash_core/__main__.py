@@ -41,10 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    except DFlashError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:  # a disk that is full, a folder that may not be written
+    except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -41,10 +41,7 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
         except InputError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(2) from error
-        except DFlashError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            raise typer.Exit(1) from error
-        except OSError as error:  # a disk that is full, a folder that may not be written
+        except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
