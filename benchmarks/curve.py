@@ -2,6 +2,7 @@
 
 python -m benchmarks.curve                                         on a GPU: bfloat16 against the reference, and three seeds of it
 python -m benchmarks.curve --precisions bfloat16 fp8
+python -m benchmarks.curve --features fp8                          hidden states stored in fp8: curve.bfloat16_stored_fp8.…
 python -m benchmarks.curve --device cpu --precisions float32 --seeds 0 --write-reference          the reference, five minutes on one core
 
 The demo's target, prompts and cached responses; hidden states are captured on the device at hand, so float32 features differ in their last bits
@@ -44,9 +45,10 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def plan_for(workspace: Path, device: str, precision: str, seed: int) -> Plan:
+def plan_for(workspace: Path, device: str, precision: str, seed: int, features: str = "bfloat16") -> Plan:
     """The plan of one run of the demo's data."""
     settings = [
+        f"extraction.feature_dtype={features}",
         f"run.workspace={json.dumps(str(workspace))}", f"run.seed={seed}", f"target.device={device}", f"training.precision={precision}",
         f"training.devices=[{json.dumps('cuda:0' if device == 'cuda' else device)}]",
     ]  # fmt: skip
@@ -112,11 +114,12 @@ def windows(losses: list[float]) -> list[float]:
     return [round(statistics.fmean(losses[start : start + WINDOW]), 4) for start in range(0, len(losses), WINDOW)]
 
 
-def measure_precision(recorder: Recorder, reference: dict[str, Any], workspace: Path, precision: str, seeds: list[int]) -> None:
+def measure_precision(recorder: Recorder, reference: dict[str, Any], workspace: Path, precision: str, seeds: list[int], features: str) -> None:
     """One precision against the reference, and its spread over seeds."""
+    name = named(precision, features)
     curves: dict[int, list[float]] = {}
     for seed in seeds:
-        plan = plan_for(workspace, recorder.device.type, precision, seed)
+        plan = plan_for(workspace, recorder.device.type, precision, seed, features)
         rows = rows_digest(plan)
         if seed == reference["seed"]:
             check_comparable(plan, rows, reference)
@@ -125,16 +128,21 @@ def measure_precision(recorder: Recorder, reference: dict[str, Any], workspace: 
             raise ValueError(f"seed {seed} has losses that are not finite")
     exact = reference["losses"]
     losses = curves[reference["seed"]]
-    print(f"{precision}: mean loss of {WINDOW} steps each\n  reference {windows(exact)}", flush=True)
+    print(f"{name}: mean loss of {WINDOW} steps each\n  reference {windows(exact)}", flush=True)
     for seed in seeds:
         print(f"  seed {seed}    {windows(curves[seed])}", flush=True)
     gap, noise = tail_of(losses) - tail_of(exact), float(np.sqrt(np.mean((np.array(losses) - exact) ** 2)))
     largest = max(abs(a - b) for a, b in zip(windows(losses), windows(exact), strict=True))
-    recorder.add(f"curve.{precision}.gap", gap, "nat", STEPS, {"reference": round(tail_of(exact), 4), "largest window": round(largest, 4)})
-    recorder.add(f"curve.{precision}.noise", noise, "nat", STEPS)
+    recorder.add(f"curve.{name}.gap", gap, "nat", STEPS, {"reference": round(tail_of(exact), 4), "largest window": round(largest, 4)})
+    recorder.add(f"curve.{name}.noise", noise, "nat", STEPS)
     if len(seeds) > 1:
         tails = [tail_of(curves[seed]) for seed in seeds]
-        recorder.add(f"curve.{precision}.spread", statistics.stdev(tails), "nat", len(seeds), {"tails": [round(tail, 4) for tail in tails]})
+        recorder.add(f"curve.{name}.spread", statistics.stdev(tails), "nat", len(seeds), {"tails": [round(tail, 4) for tail in tails]})
+
+
+def named(precision: str, features: str) -> str:
+    """The precision as figures name it, and that of the stored features where it is not the usual one."""
+    return precision if features == "bfloat16" else f"{precision}_stored_{features}"
 
 
 def write_reference(workspace: Path, device: str, precision: str, seed: int) -> None:
@@ -151,6 +159,7 @@ def main(words: list[str] | None = None) -> int:
     """Compare the chosen precisions with the reference; 1 if anything failed."""
     parser = arguments(__doc__ or "", ["curve"])
     parser.add_argument("--precisions", nargs="*", default=["bfloat16"], help="values of training.precision")
+    parser.add_argument("--features", default="bfloat16", help="value of extraction.feature_dtype")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="seeds of the spread; the reference's is among them")
     parser.add_argument("--workspace", type=Path, default=ROOT / "workspace" / "curve", help="where stages are kept: what is there is not done again")
     parser.add_argument("--write-reference", action="store_true", help="make the reference instead, from the first precision and seed")
@@ -161,7 +170,8 @@ def main(words: list[str] | None = None) -> int:
     recorder = recorder_for(options)
     reference = json.loads(REFERENCE.read_text(encoding="utf-8"))
     for precision in options.precisions:
-        recorder.attempt(f"curve.{precision}.noise", partial(measure_precision, recorder, reference, options.workspace, precision, options.seeds))
+        measure = partial(measure_precision, recorder, reference, options.workspace, precision, options.seeds, options.features)
+        recorder.attempt(f"curve.{named(precision, options.features)}.noise", measure)
     return int(bool(recorder.failures))
 
 
