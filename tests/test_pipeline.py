@@ -399,14 +399,14 @@ def test_a_schedule_longer_than_the_data_is_refused_before_extraction_naming_the
 
 
 def test_dflashctl_names_the_file_in_what_the_flow_refuses(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flows import here
+    from flows import here, train_drafter
 
     def flow(settings: PipelineConfig) -> Path:
         check_schedule(settings, 1)
         return config
 
     monkeypatch.setattr(here, "prefect_api", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(here, "_run", flow)
+    monkeypatch.setattr(train_drafter, "train_drafter", flow)
     with pytest.raises(ConfigError, match=rf"^{config}: 1 problem\n  training.max_steps = {STEPS}"):
         here.run_here(config, [])
 
