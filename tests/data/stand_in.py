@@ -39,6 +39,9 @@ class StandIn(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
+    def handle_error(self, *_: object) -> None:
+        """A client that hung up or was killed is no news."""
+
     def __enter__(self) -> StandIn:
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         return self

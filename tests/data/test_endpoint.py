@@ -5,6 +5,9 @@ from __future__ import annotations
 import email.utils
 import json
 import logging
+import os
+import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -187,6 +190,31 @@ def test_interrupted_and_started_again_no_request_is_lost_or_made_twice(tmp_path
     asked = Counter(body["messages"][-1]["content"] for body in another.asked)
     assert (len(asked), max(asked.values())) == (6, 1)
     assert _said(tmp_path / "out") == [[f"Q{i}", f"hello Q{i}"] for i in range(10)]
+
+
+def test_kill_9_at_any_moment_changes_no_result_and_repeats_only_what_was_not_on_disk_yet(tmp_path: Path) -> None:
+    rows, kills, choose = _rows(60), 0, random.Random(3)
+    with StandIn(_answer) as sound, StandIn(_answer, pause_s=0.005) as server:
+        _build(tmp_path / "sound", rows, sound)
+        while True:
+            until = len(server.asked) + choose.randint(1, 25)
+            child = os.fork()
+            if child == 0:
+                try:
+                    _build(tmp_path / "out", rows, server)
+                finally:
+                    os._exit(0)
+            while len(server.asked) < until and not (ended := os.waitpid(child, os.WNOHANG)[0]):
+                time.sleep(0.001)
+            if ended:
+                break
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            kills += 1
+        assert kills >= 3
+        assert len(server.asked) <= len(sound.asked) + 12 * kills  # 4 under way, and answers that wait to be written
+    for name in ("conversations.jsonl.gz", "rejected.jsonl"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "sound" / name).read_bytes()
 
 
 def test_what_a_server_refuses_is_rejected_with_its_reason_and_too_much_of_it_ends_the_run_at_once(tmp_path: Path, server: StandIn) -> None:
