@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dflash_core.config import load_config
 from dflash_core.data import SampleTable
-from dflash_core.errors import InputError, Problem
+from dflash_core.errors import DataError, InputError, Problem
 from dflash_core.evaluation.server import ServerComparison, ServerFigures, compare_servers, measure_server
 from dflash_core.pipeline import evaluation_of
 from dflash_core.plan import Plan
@@ -28,7 +28,7 @@ def evaluate_server(path: Path, overrides: Sequence[str], server: str | None, al
         ``server.json`` among the run's evaluations.
 
     Raises:
-        InputError: no server with a drafter is named, or a drafter as well.
+        InputError: no server with a drafter is named, or a drafter as well; or there is no held-out prompt.
         StageMissingError: the samples are not there yet.
         EndpointError: a server cannot be measured.
     """
@@ -40,6 +40,9 @@ def evaluate_server(path: Path, overrides: Sequence[str], server: str | None, al
     require(plan, path, "samples")
     settings, heldout = plan.config.evaluation, SampleTable.open(plan.folder("samples") / "heldout.parquet")
     prompts = [heldout.prompt_tokens(index).tolist() for index in range(min(settings.num_prompts, len(heldout)))]
+    if not prompts:
+        remedy = "Raise data.heldout_fraction or give more prompts"
+        raise DataError("evaluation", [Problem("data.heldout_fraction", plan.config.data.heldout_fraction, "left no prompt to evaluate on", remedy)])
 
     def measured(url: str, drafts: bool) -> ServerFigures:
         watcher = console_watcher()

@@ -9,6 +9,7 @@ biases, further heads) is refused, never left out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +57,8 @@ class ImportedDrafter:
         """The section of a configuration that goes on training it, as YAML."""
         config = self.config
         return (
-            f"drafter:\n  initial_checkpoint: {self.folder}\n  num_layers: {config.num_layers}\n  tap_layers: {list(config.tap_layers)}\n"
+            f"drafter:\n  initial_checkpoint: {json.dumps(str(self.folder))}\n"
+            f"  num_layers: {config.num_layers}\n  tap_layers: {list(config.tap_layers)}\n"
             f"  block_size: {config.block_size}\n  mask_token_id: {config.mask_token_id}\n  intermediate_size: {config.intermediate_size}"
         )
 

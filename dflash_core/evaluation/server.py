@@ -11,11 +11,14 @@ accepted is read off its Prometheus counters, before and after (vLLM: ``vllm:spe
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
+import queue
 import re
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,24 +127,18 @@ def measure_server(
     Raises:
         EndpointError: it cannot be reached, refuses a request, drafts though it should not or the other way round; names the URL and the remedy.
     """
-    server = _Server(url, timeout_seconds)
+    server, stops = _Server(url, timeout_seconds), sorted(stop_ids)
     model = server.model()
-    stops = sorted(stop_ids)
     idle = server.counters(lambda _: True)
     generated = server.complete(model, prompts[0], WARM_UP_TOKENS, [], ignore_eos=True).tokens + (idle.tokens if idle else 0.0)
     before = server.counters(lambda counters: counters.tokens >= generated and (counters.rounds > 0 or not drafts))
     _check_drafting(server.url, before, drafts)
     started = time.perf_counter()
     answers: list[_Answer] = []
-    with ThreadPoolExecutor(concurrency) as pool:
-        waiting = [pool.submit(server.complete, model, prompt, max_new_tokens, stops) for prompt in prompts]
-        try:
-            for done, future in enumerate(waiting):
-                progress(done, len(prompts), "prompts")
-                answers.append(future.result())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with _in_threads(lambda prompt: server.complete(model, prompt, max_new_tokens, stops), prompts, concurrency) as waiting:
+        for done, future in enumerate(waiting):
+            progress(done, len(prompts), "prompts")
+            answers.append(future.result())
     seconds = time.perf_counter() - started
     progress(len(prompts), len(prompts), "prompts")
     tokens = sum(answer.tokens for answer in answers)
@@ -169,6 +166,34 @@ def measure_server(
         notes=tuple(notes),
         texts=tuple(answer.text for answer in answers),
     )
+
+
+@contextlib.contextmanager
+def _in_threads(
+    work: Callable[[Sequence[int]], _Answer], prompts: Sequence[Sequence[int]], concurrency: int
+) -> Iterator[list[concurrent.futures.Future[_Answer]]]:
+    """What will be answered to each prompt. Threads of a pool would be waited for, minutes after an interrupt; these are not."""
+    futures: list[concurrent.futures.Future[_Answer]] = [concurrent.futures.Future() for _ in prompts]
+    jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(len(prompts)):
+        jobs.put(index)
+    left = threading.Event()
+
+    def answer() -> None:
+        with contextlib.suppress(queue.Empty):
+            while not left.is_set():
+                index = jobs.get_nowait()
+                try:
+                    futures[index].set_result(work(prompts[index]))
+                except Exception as error:
+                    futures[index].set_exception(error)
+
+    for number in range(concurrency):
+        threading.Thread(target=answer, name=f"request-{number}", daemon=True).start()
+    try:
+        yield futures
+    finally:
+        left.set()
 
 
 def compare_servers(drafted: ServerFigures, alone: ServerFigures | None, ours: EvaluationResult | None) -> ServerComparison:

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from dflash_core.drafter import import_drafter, load_checkpoint
+from dflash_core.config import DrafterConfig
+from dflash_core.drafter import DFlashConfig, import_drafter, load_checkpoint, shape_differences
 from dflash_core.errors import CheckpointError
 from flows.cli import app
 from tests.drafter.small import small_drafter, target_info
+from tests.target.tiny import save_tiny_target
 
 INFO = target_info()
 CONFIG = small_drafter().config
@@ -171,6 +174,19 @@ def test_the_command_writes_the_folder_once_and_prints_the_settings_to_go_on_wit
     arguments = ["import", str(checkpoint(tmp_path / "theirs", zlab())), str(tmp_path / "ours")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert f"initial_checkpoint: {tmp_path / 'ours'}\n  num_layers: 2\n  tap_layers: [1, 5]\n  block_size: 4\n  mask_token_id: 16" in done.stdout
+    settings = yaml.safe_load(done.stdout[done.stdout.index("drafter:") :])["drafter"]
+    wanted = DFlashConfig.from_target(INFO, DrafterConfig.model_validate_json(json.dumps(settings)))
+    assert settings["initial_checkpoint"] == str(tmp_path / "ours")
+    assert shape_differences(load_checkpoint(tmp_path / "ours").config, wanted) == [], "training with these settings begins with it"
     again = CliRunner().invoke(app, arguments)
     assert (again.exit_code, "is there already" in again.stderr) == (1, True)
+
+
+def test_the_command_holds_the_drafter_against_the_target_that_is_named(tmp_path: Path) -> None:
+    target = save_tiny_target("llama", tmp_path / "target")
+    arguments = ["import", str(checkpoint(tmp_path / "theirs", zlab())), str(tmp_path / "ours"), "--target", str(target)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert "config.json: hidden_size = 24, but target has 32" in done.stderr
+    assert "config.json: num_target_layers = 8, but target has 4" in done.stderr
+    assert not (tmp_path / "ours").exists()

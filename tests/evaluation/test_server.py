@@ -145,6 +145,19 @@ def test_a_server_that_hangs_or_is_not_there_ends_in_an_error() -> None:
         measured("localhost:8000")
 
 
+def test_an_interrupt_does_not_wait_for_requests_under_way() -> None:
+    stand_in = StandIn("vllm", made_up, drafts=True)
+
+    def interrupt(done: int, total: int, unit: str) -> None:
+        stand_in.delay = 1.0
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with serving(stand_in) as url, pytest.raises(KeyboardInterrupt):
+        measure_server(url, PROMPTS, max_new_tokens=12, stop_ids=(), drafts=True, concurrency=2, progress=interrupt)
+    assert len(stand_in.asked) < 1 + len(PROMPTS)
+
+
 def test_what_makes_figures_doubtful_is_noted() -> None:
     with serving(StandIn("sglang", made_up, drafts=True, metrics=False)) as url:
         figures = measured(url)
