@@ -277,10 +277,10 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _read_state(folder: Path) -> dict[str, Service]:
-    path = folder / _STATE
-    if not path.is_file():
+    try:
+        return {name: Service(**facts) for name, facts in json.loads((folder / _STATE).read_bytes()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # none, or one that is damaged: what runs is found by its mark
         return {}
-    return {name: Service(**facts) for name, facts in json.loads(path.read_bytes()).items()}
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

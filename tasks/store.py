@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from dflash_core.config import PipelineConfig
@@ -33,15 +35,27 @@ def open_client(config: PipelineConfig) -> tuple[Any, str]:
         TrackingError: a server is named that does not answer, or the address is none that MLflow knows.
     """
     uri = tracking_uri(config)
+    config.run.workspace.mkdir(parents=True, exist_ok=True)
     with usable(uri):
         if uri.startswith(("http://", "https://")):
             _wait_for_server(uri)
-        else:
-            config.run.workspace.mkdir(parents=True, exist_ok=True)
         from mlflow import MlflowClient
 
         logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells every step of creating the database
+        if uri.startswith("sqlite:///") and not (path := Path(uri.removeprefix("sqlite:///"))).exists():
+            _make_database(path)
         return MlflowClient(uri, registry_uri=uri), uri
+
+
+def _make_database(path: Path) -> None:
+    """A new database appears whole: MLflow refuses for ever one that it was making when it was killed, or when the disk was full."""
+    from mlflow import MlflowClient
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        MlflowClient(f"sqlite:///{folder}/{path.name}").search_experiments()
+        with contextlib.suppress(OSError):  # another process was faster, or the disk knows no links and MLflow makes it in place
+            os.link(Path(folder) / path.name, path)
 
 
 @contextlib.contextmanager

@@ -123,6 +123,15 @@ def test_annotate_prints_a_config_that_loads_back(tmp_path: Path) -> None:
     assert load_config(tmp_path / "annotated.yaml") == load_config(MINIMAL, ["training.epochs=3"])
 
 
+@pytest.mark.parametrize("state", ['{"prefect": {"na', '{"prefect": {"port": 4200}}', "[]"])
+def test_a_damaged_state_of_the_services_is_as_none(tmp_path: Path, state: str) -> None:
+    (tmp_path / "services.json").write_text(state)
+    status, output, _ = dflashctl("status", "--folder", str(tmp_path))
+    assert (status, output.count("not running")) == (1, 3)
+    assert dflashctl("down", "--folder", str(tmp_path))[0] == 0
+    assert not (tmp_path / "services.json").exists()
+
+
 def test_verify_of_a_folder_without_shards_fails_with_status_1(tmp_path: Path) -> None:
     status, _, errors = dflashctl("shards", "verify", str(tmp_path))
     assert status == 1

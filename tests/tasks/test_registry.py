@@ -144,6 +144,21 @@ def test_a_version_whose_files_are_gone_is_named(tracker: Tracker, exported: Exp
         fetched(registry_of(tracker), version, tmp_path / "workspace")
 
 
+def test_a_database_appears_whole_or_not_at_all(make_config: Callable[..., PipelineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tracking={"uri": f"sqlite:///{tmp_path}/new/mlflow.db"})
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.store.db.utils._upgrade_db", killed)
+        with pytest.raises(KeyboardInterrupt):
+            find_drafter(config, "champion")
+    with pytest.raises(InputError, match="is the champion"):
+        find_drafter(config, "champion")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["mlflow.db"]
+
+
 def test_a_store_that_cannot_be_used_is_an_error_that_names_it(make_config: Callable[..., PipelineConfig], store_uri: str, tmp_path: Path) -> None:
     Registry(*open_client(make_config())).champion("dflash-none")  # makes the tables
     old = tmp_path / "old.db"
@@ -151,6 +166,9 @@ def test_a_store_that_cannot_be_used_is_an_error_that_names_it(make_config: Call
     with contextlib.closing(sqlite3.connect(old)) as database, database:
         database.execute("update alembic_version set version_num = 'cc1f77228345'")
     (tmp_path / "junk.db").write_bytes(b"no database" * 1000)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file/workspace"):  # of the disk, not of the store
+        open_client(make_config(run={"workspace": str(tmp_path / "file" / "workspace")}))
     uris = {f"sqlite:///{old}": "out-of-date", f"sqlite:///{tmp_path}/junk.db": "not a database", "what:ever": "", "http://host:port": "port"}
     for uri, reason in uris.items():
         config = make_config(tracking={"uri": uri})
