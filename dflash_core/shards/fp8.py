@@ -1,7 +1,7 @@
 """Features in half the space: fp8 (e4m3: 3 bits of fraction, largest value 448) with one scale per token and tapped layer.
 
 A scale is the power of two that brings the largest value of its layer between 224 and 448. So it shifts exponents and rounds
-nothing: what is lost is lost to the 3 bits, at most 1/16 of a value, and what comes back is exact in bfloat16. A value below a
+nothing: what is lost is lost to the 3 bits, at most 1/16 of a value, and what comes back is exact in bfloat16 (above 1e-30). A value below a
 200,000th of the largest beside it comes back as zero.
 
 Shapes: K tap layers, H hidden size, F = K·H.
