@@ -25,6 +25,7 @@ from dflash_core.config_yaml import annotated_yaml as annotated_yaml
 from dflash_core.errors import ConfigError, Problem
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 LoosePath = Annotated[Path, Field(strict=False)]
 
@@ -210,7 +211,7 @@ class TrainingConfig(Section):
     )
     learning_rate: float = Field(6e-4, gt=0.0, description="Peak learning rate.")
     weight_decay: float = Field(0.0, ge=0.0, description="Decoupled weight decay of matrices; norms have none.")
-    betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="AdamW moment decays.")
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field((0.9, 0.95), description="AdamW moment decays.")
     max_grad_norm: float = Field(1.0, gt=0.0, description="Global gradient norm above which gradients are scaled down.")
     schedule: Literal["cosine", "wsd"] = Field("cosine", description="Learning rate after warm-up: cosine, or stable and then linear decay (wsd).")
     warmup_fraction: Fraction = Field(0.04, description="Share of the steps in which the learning rate rises.")

@@ -146,3 +146,15 @@ def test_a_batch_stacks_rows_and_one_row_is_not_copied(dataset: ShardDataset) ->
     assert alone.features.shape == (1, T, 16)
     assert alone.features.data_ptr() == three[0].features.data_ptr()
     assert alone.to("meta").tokens.device.type == "meta"
+
+
+def test_the_steps_of_any_number_of_epochs_are_known_at_once() -> None:
+    class Rows:
+        def rows_per_epoch(self, epoch: int) -> int:
+            return 5
+
+        def row(self, ordinal: int) -> Row:
+            raise NotImplementedError
+
+    assert steps_available(Rows(), 3, 4) == 3
+    assert steps_available(Rows(), 10**30, 5) == 10**30
