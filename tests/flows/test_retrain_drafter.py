@@ -124,7 +124,8 @@ def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_t
     version = weekly.registry.version(NAME, "2")
     assert version.tags["dflash.compared_with"] == "1"
     assert version.tags["dflash.decision"] == "promoted"
-    card = json.loads((weekly.rounds.folder.parents[1] / "registered" / NAME / "1" / "config.json").read_text())
+    (champion,) = (weekly.rounds.folder.parents[1] / "registered" / NAME).glob("1-*")
+    card = json.loads((champion / "config.json").read_text())
     assert card["block_size"] == 4, "the champion was fetched from the registry"
 
 
