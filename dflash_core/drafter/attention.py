@@ -173,8 +173,7 @@ def launch_forward(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, ma
     forward_kernel[(tiles * B * A,)](
         q, kc, vc, kb, vb, out, lse, mask.start, mask.anchor, mask.forward,
         *_strides(q, kc, vc, kb, vb, out), A, A // G, N, T, Q, tiles, D**-0.5 * LOG2_E,
-        S=Q // N, D=D, QUERIES=tiling.queries, KEYS=tiling.keys, EVEN_Q=Q % tiling.queries == 0, EVEN_T=T % tiling.keys == 0,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        **_walk(tiling, Q, T, Q // N, D),
     )  # fmt: skip
     return out, lse
 
@@ -204,17 +203,21 @@ def launch_backward(
     keys_kernel[(tiles * B * A,)](
         q, kc, vc, dout, lse, delta, dk, dv, mask.start, mask.anchor, mask.by_key,
         *_strides(q, kc, vc, dout, dk), A, A // G, N, T, Q, tiles, factor, scale,
-        S=S, D=D, QUERIES=tiling.queries, KEYS=tiling.keys, EVEN_Q=Q % tiling.queries == 0, EVEN_T=T % tiling.keys == 0,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        **_walk(tiling, Q, T, S, D),
     )  # fmt: skip
     tiling, tiles = tilings.by_query, mask.by_query.shape[1]
     queries_kernel[(tiles * B * A,)](
         q, kc, vc, dout, lse, delta, own_dq, dq, mask.start, mask.anchor, mask.by_query,
         *_strides(q, kc, vc, dout, own_dq, dq), A, A // G, N, T, Q, tiles, factor, scale,
-        S=S, D=D, QUERIES=tiling.queries, KEYS=tiling.keys, EVEN_Q=Q % tiling.queries == 0, EVEN_T=T % tiling.keys == 0,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        **_walk(tiling, Q, T, S, D),
     )  # fmt: skip
     return dq, dk, dv, dkb, dvb
+
+
+def _walk(tiling: Tiling, Q: int, T: int, S: int, D: int) -> dict[str, Any]:
+    """What a kernel that walks tiles is compiled for."""
+    even = {"EVEN_Q": Q % tiling.queries == 0, "EVEN_T": T % tiling.keys == 0}
+    return {"S": S, "D": D, "QUERIES": tiling.queries, "KEYS": tiling.keys, **even, "num_warps": tiling.warps, "num_stages": tiling.stages}
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
