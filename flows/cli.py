@@ -124,7 +124,7 @@ def evaluate(
     Losslessness, acceptance and speed, beside the target alone.
     """
     if server is not None or alone is not None:
-        from flows.endpoint import evaluate_server
+        from flows.evaluate_server import evaluate_server
 
         print(evaluate_server(config, overrides or [], server, alone, concurrency, drafter))
         return
@@ -160,7 +160,7 @@ def import_(
 
     Every tensor is checked. Prints the settings that a configuration needs to begin with it.
     """
-    from flows.foreign import bring_in
+    from flows.import_drafter import bring_in
 
     bring_in(source, out, target)
 
