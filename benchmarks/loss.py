@@ -16,8 +16,9 @@ from torch import Tensor
 from benchmarks.common import SHAPES, Recorder, Shape, arguments, recorder_for, triton_runs
 from dflash_core.drafter import IGNORE
 from dflash_core.objective import linear_cross_entropy
-from dflash_core.objective.cross_entropy import softmax_gradient_
+from dflash_core.objective.cross_entropy import softmax_
 from dflash_core.objective.reference import reference_linear_cross_entropy
+from dflash_core.objective.softmax import Softmax
 
 KERNELS = ((2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16), (8192, 16), (16_384, 32))  # block and warps
 
@@ -58,31 +59,31 @@ def _whole(recorder: Recorder, shape: Shape, hidden_MH: Tensor, weight_VH: Tenso
 
 def _float32_logits(rows: Tensor, weight_VH: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """The forward pass with float32 logits; their bf16 gradient goes to a buffer of its own."""
-    from dflash_core.objective.softmax_kernel import softmax_gradient_triton_
+    from dflash_core.objective.softmax_kernel import softmax_triton_
 
     gradient_LH = torch.empty_like(rows)
-    nll_L = torch.empty(len(rows), device=rows.device)
+    softmax_L = Softmax.empty(labels)
     logits_CV = torch.empty(chunk, len(weight_VH), device=rows.device)
     gradient_CV = torch.empty_like(logits_CV, dtype=rows.dtype)
     for start in range(0, len(rows), chunk):
         part = slice(start, start + chunk)
         size = len(rows[part])
         torch.mm(rows[part], weight_VH.T, out_dtype=torch.float32, out=logits_CV[:size])
-        nll_L[part], _ = softmax_gradient_triton_(logits_CV[:size], labels[part], None, True, gradient_CV[:size])
+        softmax_triton_(logits_CV[:size], labels[part], softmax_L.rows(part), None, True, gradient_CV[:size])
         torch.mm(gradient_CV[:size], weight_VH, out=gradient_LH[part])
-    return nll_L, gradient_LH
+    return softmax_L.nll, gradient_LH
 
 
-def _grouped(rows: Tensor, weight_VH: Tensor, labels: Tensor, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+def _grouped(rows: Tensor, weight_VH: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, list[Tensor]]:
     """The forward pass with grouped products of one group, whose end is read on the device."""
-    nll, gradients = [], []
+    softmax_L, gradients = Softmax.empty(labels), []
     for start in range(0, len(rows), chunk):
         part = slice(start, start + chunk)
         end = torch.full((1,), len(rows[part]), dtype=torch.int32, device=rows.device)
         logits_CV = torch._grouped_mm(rows[part], weight_VH.T[None], offs=end)
-        nll.append(softmax_gradient_(logits_CV, labels[part], None, True)[0])
+        softmax_(logits_CV, labels[part], softmax_L.rows(part), None, True)
         gradients.append(torch._grouped_mm(logits_CV, weight_VH[None], offs=end))
-    return nll, gradients
+    return softmax_L.nll, gradients
 
 
 def _products(recorder: Recorder, shape: Shape, rows: Tensor, weight_VH: Tensor) -> None:
@@ -105,11 +106,11 @@ def _products(recorder: Recorder, shape: Shape, rows: Tensor, weight_VH: Tensor)
 
 
 def _kernels(recorder: Recorder, shape: Shape, rows: Tensor, weight_VH: Tensor, labels: Tensor) -> None:
-    from dflash_core.objective.cross_entropy import _softmax_gradient_torch_
-    from dflash_core.objective.softmax_kernel import softmax_gradient_triton_
+    from dflash_core.objective.cross_entropy import _softmax_torch_
+    from dflash_core.objective.softmax_kernel import softmax_triton_
 
     fresh_CV = torch.mm(rows, weight_VH.T)
-    logits_CV = torch.empty_like(fresh_CV)
+    logits_CV, softmax_C = torch.empty_like(fresh_CV), Softmax.empty(labels)
     gigabytes = 2 * fresh_CV.nbytes / 1e9  # read once, written once
 
     def setup() -> None:
@@ -118,12 +119,16 @@ def _kernels(recorder: Recorder, shape: Shape, rows: Tensor, weight_VH: Tensor, 
     for block, warps in KERNELS:
         recorder.measure(
             f"loss.kernel.{shape.name}.{block}x{warps}",
-            partial(softmax_gradient_triton_, logits_CV, labels, None, True, block=block, num_warps=warps),
+            partial(softmax_triton_, logits_CV, labels, softmax_C, None, True, block=block, num_warps=warps),
             setup=setup, slots=len(rows), gigabytes=gigabytes,
         )  # fmt: skip
-    compiled = torch.compile(_softmax_gradient_torch_, dynamic=False)
+    compiled = torch.compile(_softmax_torch_, dynamic=False)
     recorder.measure(
-        f"loss.kernel.{shape.name}.compiled_twin", lambda: compiled(logits_CV, labels, None, True), setup=setup, slots=len(rows), gigabytes=gigabytes
+        f"loss.kernel.{shape.name}.compiled_twin",
+        lambda: compiled(logits_CV, labels, softmax_C, None, True),
+        setup=setup,
+        slots=len(rows),
+        gigabytes=gigabytes,
     )
     recorder.measure(f"loss.kernel.{shape.name}.copy", lambda: logits_CV.copy_(fresh_CV), slots=len(rows), gigabytes=gigabytes)
 

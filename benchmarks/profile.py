@@ -23,7 +23,7 @@ from benchmarks.step import VARIANTS, build
 KINDS: Mapping[str, tuple[str, ...]] = {
     "attention backward": ("flex_attention_backward", "keys_kernel", "queries_kernel", "own_block_kernel", "cpu_backward"),
     "attention forward": ("flex_attention", "forward_kernel", "scaled_dot_product"),
-    "loss kernel": ("softmax_gradient",),
+    "loss kernel": ("_exponentials_kernel", "_softmax_kernel", "_hidden_gradient_kernel"),
     "optimiser": ("_adamw_kernel", "_square_sum_kernel", "_fused_adamw", "linalg_vector_norm", "lpnorm"),
     "casts to fp8": ("_cast_kernel", "_largest_kernel", "float8", "e4m3"),
     "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "aten::mm", "aten::addmm", "_scaled_mm"),

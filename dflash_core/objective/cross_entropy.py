@@ -1,12 +1,13 @@
 """Cross-entropy of drafted slots through the target's frozen head, without ever holding all logits.
 
-The forward pass goes over the labelled slots in chunks. A chunk's logits are made, turned in place into the gradient
-(softmax - one-hot), multiplied back into the hidden space and dropped. So the gradient of each slot's loss with respect to its
-hidden state is known after the forward pass, and the backward pass is one multiplication: nothing is computed twice.
-It is kept unweighted, because weights may depend on the probabilities that this same pass finds (D-PACE).
+The forward pass goes over the labelled slots in chunks. A chunk's logits are made, turned in place into exponentials (the softmax but for a factor of
+each row), multiplied back into the hidden space and dropped. So the gradient of each slot's loss with respect to its
+hidden state is known after the forward pass, but for that factor and a row of the head; the backward pass adds them and the slot's weight in
+one go over the hidden states: nothing is computed twice. Weights come last because they may depend on the probabilities that this same pass
+finds (D-PACE).
 
-On CUDA the two products are cuBLAS's and what lies between them is one Triton kernel (``softmax_kernel``). With an ``Fp8Head`` the products are
-fp8, the softmax alone is multiplied back, and the one-hot is subtracted at the end as rows of the head.
+On CUDA the two products are cuBLAS's and what lies between and behind them are Triton kernels (``softmax_kernel``). With an ``Fp8Head`` the products
+are fp8.
 
 Shapes: M slots, C slots of a chunk, H hidden, V vocabulary.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dflash_core.fp8 import SOFTMAX_SCALE, Fp8Head
+from dflash_core.objective.softmax import Softmax
 
 
 class SlotLosses(NamedTuple):
@@ -110,29 +112,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         statistics_dtype = torch.promote_types(dtype, torch.float32)
         labels_L = labels_M if slots_L is None else labels_M[slots_L]
         slots = len(labels_L)
-        nll_L = labels_L.new_zeros(labels_L.shape, dtype=statistics_dtype)
-        hit_L = torch.zeros_like(labels_L, dtype=torch.bool)
-        gradient_LH = hidden_MH.new_empty((slots if want_gradient else 0, hidden_MH.shape[1]), dtype=dtype)
+        softmax_L = Softmax.empty(labels_L, statistics_dtype)
+        pulled_LH = hidden_MH.new_empty((slots if want_gradient else 0, hidden_MH.shape[1]), dtype=dtype)
         chunk_size = min(chunk_slots, slots)
         logits_CV = weight_VH.new_empty((chunk_size, weight_VH.shape[0]))
-        softmax_CV = fp8.softmax_buffer(chunk_size) if fp8 is not None else None
+        softmax_CV = fp8.softmax_buffer(chunk_size) if fp8 is not None and want_gradient else None
         for start in range(0, slots, chunk_slots):
             chunk = slice(start, start + chunk_slots)
             hidden_CH = hidden_MH[chunk if slots_L is None else slots_L[chunk]].to(dtype)
             chunk_CV, size = logits_CV[: len(hidden_CH)], len(hidden_CH)
-            if fp8 is not None and softmax_CV is not None:
+            if fp8 is not None:
                 fp8.logits(hidden_CH, out=chunk_CV)
-                nll_L[chunk], hit_L[chunk] = softmax_into_(softmax_CV[:size], chunk_CV, labels_L[chunk], want_gradient)
+            else:
+                torch.mm(hidden_CH, weight_VH.T, out=chunk_CV)
+            if fp8 is not None and softmax_CV is not None:
+                softmax_into_(softmax_CV[:size], chunk_CV, labels_L[chunk], softmax_L.rows(chunk))
+                fp8.pull_back(softmax_CV[:size], out=pulled_LH[chunk])
+            else:
+                softmax_(chunk_CV, labels_L[chunk], softmax_L.rows(chunk), softcap, want_gradient)
                 if want_gradient:
-                    fp8.pull_back(softmax_CV[:size], out=gradient_LH[chunk])
-                continue
-            torch.mm(hidden_CH, weight_VH.T, out=chunk_CV)
-            nll_L[chunk], hit_L[chunk] = softmax_gradient_(chunk_CV, labels_L[chunk], softcap, want_gradient)
-            if want_gradient:
-                torch.mm(chunk_CV, weight_VH, out=gradient_LH[chunk])
-        if fp8 is not None and want_gradient:
-            gradient_LH.sub_(weight_VH[labels_L.clamp(min=0)])
-        ctx.save_for_backward(slots_L, labels_L, gradient_LH)
+                    torch.mm(chunk_CV, weight_VH, out=pulled_LH[chunk])
+        nll_L, hit_L, scale_L, at_label_L = softmax_L
+        ctx.save_for_backward(slots_L, labels_L, pulled_LH, weight_VH, scale_L, at_label_L)
         ctx.hidden_shape, ctx.hidden_dtype = hidden_MH.shape, hidden_MH.dtype
         labelled_M = labels_M >= 0
         nll_M, hit_M = nll_L, hit_L
@@ -146,12 +147,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_nll_M: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        slots_L, labels_L, gradient_LH = ctx.saved_tensors
-        scaled_LH = torch.empty_like(gradient_LH, dtype=ctx.hidden_dtype)
+        slots_L, labels_L, pulled_LH, weight_VH, scale_L, at_label_L = ctx.saved_tensors
         grad_nll_L = grad_nll_M if slots_L is None else grad_nll_M[slots_L]
-        torch.mul(gradient_LH, grad_nll_L[:, None], out=scaled_LH)  # in float32, rounded once
-        scaled_LH.masked_fill_((labels_L < 0)[:, None], 0.0)  # with a bound, rows of slots without a label are there and may hold anything
-        grad_hidden_MH = scaled_LH if slots_L is None else scaled_LH.new_zeros(ctx.hidden_shape).index_copy_(0, slots_L, scaled_LH)
+        gradient_LH = hidden_gradient(pulled_LH, weight_VH, labels_L, scale_L, at_label_L, grad_nll_L, ctx.hidden_dtype)
+        grad_hidden_MH = gradient_LH if slots_L is None else gradient_LH.new_zeros(ctx.hidden_shape).index_copy_(0, slots_L, gradient_LH)
         return grad_hidden_MH, None, None, None, None, None, None
 
 
@@ -162,50 +161,79 @@ def _product_dtype(hidden_MH: Tensor, weight_VH: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(hidden_MH.dtype, weight_VH.dtype), torch.float32)
 
 
-def softmax_gradient_(logits_CV: Tensor, labels_C: Tensor, softcap: float | None, want_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Loss and top-1 hit of each row; the logits are overwritten with the gradient of the loss (or with scratch).
+def softmax_(logits_CV: Tensor, labels_C: Tensor, result: Softmax, softcap: float | None, want_gradient: bool) -> None:
+    """One pass over rows of logits; they are overwritten with the exponentials that ``Softmax`` speaks of (or with scratch).
 
     Args:
         logits_CV: logits before the softcap, any float dtype.
-        labels_C: int64; rows with a negative label get 0 and False, and their logits may hold anything afterwards.
-    Returns: nll [C] float32 (float64 for float64 logits), hit [C] bool.
+        labels_C: int64; rows with a negative label get loss 0 and no hit, and may hold anything afterwards.
+        result: is written; without gradient, its loss and hits alone.
     """
     if logits_CV.is_cuda:
-        from dflash_core.objective.softmax_kernel import softmax_gradient_triton_  # Triton is not there on every platform
+        from dflash_core.objective.softmax_kernel import softmax_triton_  # Triton is not there on every platform
 
-        return softmax_gradient_triton_(logits_CV, labels_C, softcap, want_gradient)
-    return _softmax_gradient_torch_(logits_CV, labels_C, softcap, want_gradient)
+        softmax_triton_(logits_CV, labels_C, result, softcap, want_gradient)
+    else:
+        _softmax_torch_(logits_CV, labels_C, result, softcap, want_gradient)
 
 
-def softmax_into_(softmax_CV: Tensor, logits_CV: Tensor, labels_C: Tensor, want_softmax: bool) -> tuple[Tensor, Tensor]:
-    """``softmax_gradient_`` without softcap, with the softmax over ``SOFTMAX_SCALE`` in ``softmax_CV`` instead of the gradient in the logits."""
+def softmax_into_(softmax_CV: Tensor, logits_CV: Tensor, labels_C: Tensor, result: Softmax) -> None:
+    """``softmax_`` without softcap, with softmax values over ``SOFTMAX_SCALE`` in ``softmax_CV`` instead of exponentials in the logits."""
     if logits_CV.is_cuda:
-        from dflash_core.objective.softmax_kernel import softmax_gradient_triton_
+        from dflash_core.objective.softmax_kernel import softmax_into_triton
 
-        return softmax_gradient_triton_(
-            logits_CV, labels_C, None, want_softmax, softmax_CV, softmax_scale=1 / SOFTMAX_SCALE, block=16_384, num_warps=16
-        )  # a tenth faster than the block for bfloat16
-    if want_softmax:
-        softmax_CV.copy_(logits_CV.float().softmax(dim=1) / SOFTMAX_SCALE)
-    return _softmax_gradient_torch_(logits_CV, labels_C, None, False)
+        softmax_into_triton(softmax_CV, logits_CV, labels_C, result, 1 / SOFTMAX_SCALE)
+        return
+    logits_CV = logits_CV.float()
+    _softmax_torch_(logits_CV, labels_C, result, None, True)
+    softmax_CV.copy_(logits_CV * (result.scale / SOFTMAX_SCALE)[:, None])
+    result.scale.fill_(1.0)
 
 
-def _softmax_gradient_torch_(logits_CV: Tensor, labels_C: Tensor, softcap: float | None, want_gradient: bool) -> tuple[Tensor, Tensor]:
+def _softmax_torch_(logits_CV: Tensor, labels_C: Tensor, result: Softmax, softcap: float | None, want_gradient: bool) -> None:
     labelled_C = labels_C >= 0
     index_C1 = labels_C.clamp(min=0)[:, None]
-    slope_CV: Tensor | float = 1.0
+    slope_CV: Tensor | None = None
     if softcap is not None:
         logits_CV.div_(softcap).tanh_()
-        slope_CV = 1 - logits_CV.square() if want_gradient else 1.0
+        slope_CV = 1 - logits_CV.square() if want_gradient else None
         logits_CV.mul_(softcap)
     largest_C, top_C = logits_CV.max(dim=1)
     label_logit_C = logits_CV.gather(1, index_C1).squeeze(1)
-    logits_CV.sub_(largest_C[:, None]).exp_()
-    total_C = logits_CV.sum(dim=1)
-    if want_gradient:
-        logits_CV.div_(total_C[:, None])
-        logits_CV.scatter_add_(1, index_C1, logits_CV.new_full(index_C1.shape, -1.0))
-        if softcap is not None:
-            logits_CV.mul_(slope_CV)
-    nll_C = torch.where(labelled_C, total_C.log() + largest_C - label_logit_C, 0.0)
-    return nll_C, labelled_C & (top_C == labels_C)
+    logits_CV.sub_(largest_C[:, None]).exp_().scatter_(1, index_C1, 0.0)
+    others_C = logits_CV.sum(dim=1)
+    total_C = others_C + (label_logit_C - largest_C).exp()
+    at_label_C = -others_C / total_C
+    if slope_CV is not None:
+        logits_CV.mul_(slope_CV)
+        at_label_C = at_label_C * slope_CV.gather(1, index_C1).squeeze(1)
+    result.nll.copy_(torch.where(labelled_C, total_C.log() + largest_C - label_logit_C, 0.0))
+    result.hit.copy_(labelled_C & (top_C == labels_C))
+    result.scale.copy_(1 / total_C)
+    result.at_label.copy_(at_label_C)
+
+
+def hidden_gradient(
+    pulled_LH: Tensor, head_VH: Tensor, labels_L: Tensor, scale_L: Tensor, at_label_L: Tensor, grad_nll_L: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of the weighted losses with respect to the hidden states [L, H]: ``grad_nll * (scale * pulled + at_label * head[label])``.
+
+    Args:
+        pulled_LH: product of what ``softmax_`` left and the head; rows without a label may hold anything and give 0.
+        dtype: of the result; it is rounded once.
+    """
+    arguments = (pulled_LH, head_VH, labels_L, scale_L, at_label_L, grad_nll_L, dtype)
+    if pulled_LH.is_cuda:
+        from dflash_core.objective.softmax_kernel import hidden_gradient_triton
+
+        return hidden_gradient_triton(*arguments)
+    return _hidden_gradient_torch(*arguments)
+
+
+def _hidden_gradient_torch(
+    pulled_LH: Tensor, head_VH: Tensor, labels_L: Tensor, scale_L: Tensor, at_label_L: Tensor, grad_nll_L: Tensor, dtype: torch.dtype
+) -> Tensor:
+    statistics = scale_L.dtype
+    gradient_LH = pulled_LH.to(statistics) * scale_L[:, None]
+    gradient_LH.addcmul_(head_VH[labels_L.clamp(min=0)].to(statistics), at_label_L[:, None]).mul_(grad_nll_L[:, None])
+    return gradient_LH.masked_fill_((labels_L < 0)[:, None], 0.0).to(dtype)

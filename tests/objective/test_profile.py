@@ -15,7 +15,7 @@ from benchmarks.profile import Kernel, idle_time, kind_of
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "products"),
         ("triton_tem_fused_flex_attention_backward_transpose_view_5", "attention backward"),
         ("triton_tem_fused__fused_rms_norm__to_copy__unsafe_view_add_cat_cos_flex_attention_mul_transpose_unsqueeze_view_9", "attention forward"),
-        ("_softmax_gradient_kernel", "loss kernel"),
+        ("_exponentials_kernel", "loss kernel"),
         ("_adamw_kernel", "optimiser"),
         ("triton_poi_fused__unsafe_view_mul_silu_silu_backward_view_2", "SwiGLU"),
         ("triton_per_fused__fused_rms_norm__to_copy__unsafe_view_add_cat_mul_neg_split_unsqueeze_view_8", "rope, with the norm of heads"),

@@ -35,18 +35,18 @@ def test_kernel_compiles_for_hopper_with_wide_loads_and_no_spills(softcap):
 
     from dflash_core.objective import softmax_kernel
 
-    pointers = {"logits_ptr": "*bf16", "gradient_ptr": "*bf16", "labels_ptr": "*i64", "nll_ptr": "*fp32", "hit_ptr": "*i1"}
-    numbers = {"logits_stride": "i32", "gradient_stride": "i32", "softcap": "fp32", "softmax_scale": "fp32"}
+    pointers = {"logits_ptr": "*bf16", "exponentials_ptr": "*bf16", "labels_ptr": "*i64", "nll_ptr": "*fp32", "hit_ptr": "*i1"}
+    pointers |= {"scale_ptr": "*fp32", "at_label_ptr": "*fp32"}
+    numbers = {"logits_stride": "i32", "exponentials_stride": "i32", "softcap": "fp32"}
     constants = {
         "VOCABULARY": 151_936,
         "HAS_SOFTCAP": softcap,
         "WANT_GRADIENT": True,
-        "ONE_HOT": True,
         "BLOCK": softmax_kernel.BLOCK,
     }
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers) + 2)}  # as the launcher finds for rows of a multiple of 16
-    source = ASTSource(fn=softmax_kernel._softmax_gradient_kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = ASTSource(fn=softmax_kernel._exponentials_kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": softmax_kernel.NUM_WARPS})
     assert "ld.global.v4.b32" in compiled.asm["ptx"]  # 16 bytes a thread
     assert compiled.metadata.shared < 100_000
@@ -57,20 +57,25 @@ def test_kernel_compiles_for_hopper_with_wide_loads_and_no_spills(softcap):
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize(("slots", "vocabulary"), [(300, 151_936), (65, 32_003)])
 def test_kernel_on_the_gpu_equals_its_twin(softcap, slots, vocabulary):
-    from dflash_core.objective.softmax_kernel import softmax_gradient_triton_
+    from dflash_core.objective.softmax import Softmax
+    from dflash_core.objective.softmax_kernel import softmax_triton_
 
     generator = torch.Generator("cuda").manual_seed(slots)
     logits = (4 * torch.randn(slots, vocabulary, device="cuda", generator=generator)).bfloat16()
+    logits[3] += torch.arange(vocabulary, device="cuda") // 4096 * 20  # rises by far more than the headroom
     labels = torch.randint(0, vocabulary, (slots,), device="cuda", generator=generator)
     labels[::2] = logits[::2].max(dim=1).indices
     labels[1] = IGNORE
     twin = logits.float()
-    expected_nll, expected_hit = cross_entropy._softmax_gradient_torch_(twin, labels, softcap, True)
-    nll, hit = softmax_gradient_triton_(logits, labels, softcap, True)
-    torch.testing.assert_close(nll, expected_nll, rtol=1e-4, atol=1e-4)
-    assert (hit != expected_hit).sum() <= slots // 20  # equal bfloat16 logits: which of them max() names is open on CUDA
+    expected, found = Softmax.empty(labels), Softmax.empty(labels)
+    cross_entropy._softmax_torch_(twin, labels, expected, softcap, True)
+    softmax_triton_(logits, labels, found, softcap, True)
+    torch.testing.assert_close(found.nll, expected.nll, rtol=1e-4, atol=1e-4)
+    assert (found.hit != expected.hit).sum() <= slots // 20  # equal bfloat16 logits: which of them max() names is open on CUDA
     labelled = labels >= 0
-    assert (logits[labelled].float() - twin[labelled]).norm() < 4e-3 * twin[labelled].norm()
+    torch.testing.assert_close(found.at_label[labelled], expected.at_label[labelled], rtol=1e-3, atol=1e-6)
+    exact = (twin * expected.scale[:, None])[labelled]
+    assert ((logits.float() * found.scale[:, None])[labelled] - exact).norm() < 4e-3 * exact.norm()
 
 
 @pytest.mark.gpu
