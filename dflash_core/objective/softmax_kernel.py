@@ -1,7 +1,8 @@
 """The Triton kernels around the two products of the cross-entropy.
 
 Between them: one program a slot, which goes over its row of logits **once**, and leaves exponentials where the logits were. Their sum, which a
-softmax divides by, is known only at the end of the row, but a factor of a whole row may just as well be multiplied in after the product with the head.
+softmax divides by, is known only at the end of the row, but a factor of a whole row may just as well be multiplied in after the product with the
+head.
 The label's own column is left out of that product: its part is a row of the head times a number that is known in float32 (see ``Softmax``).
 For an fp8 head there are two passes, because numbers with few exponent bits have to be softmax values when they are written; the second
 goes backwards, because the end of the row is what the cache still holds.
