@@ -25,6 +25,7 @@ from dflash_core.errors import TargetError
 from dflash_core.stages import Progress, no_progress
 from dflash_core.target.generate import generate
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
+from dflash_core.target.packed import Documents, PackedDecoder, can_pack
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
 from dflash_core.target.vocabulary import TargetVocabulary
 
@@ -52,6 +53,8 @@ class TargetModel:
         self._structure = find_structure(model)
         self._taps = LayerTaps(self._structure.layers)
         self._truncated: dict[int, torch.nn.Module] = {}
+        self._packed: dict[int, PackedDecoder] = {}
+        self.packs = can_pack(model, self._structure)
         self._lock = threading.Lock()
         self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in Transformers 5.2x
         self.vocabulary = TargetVocabulary(self._structure.embedding.weight, self._structure.head.weight, info)
@@ -127,6 +130,30 @@ class TargetModel:
         with self._taps.record(tap_layers) as taps:
             decoder(input_ids=ids_BT.to(self.device), attention_mask=mask_BT, use_cache=False)
         return torch.cat([taps[layer] for layer in tap_layers], dim=-1)
+
+    @torch.no_grad()
+    def packed_hidden_states(self, documents: Sequence[torch.Tensor], tap_layers: Sequence[int]) -> torch.Tensor:
+        """Features [T, K*H] of whole documents side by side, T tokens in all: those of ``hidden_states`` of each alone, but for the last bits.
+
+        Without padding where the target ``packs``. Others, with layers that would carry a state from one document into the next, get
+        a padded batch: give documents of like length.
+
+        Args:
+            documents: token ids of each, integers [t] on the CPU; none is empty.
+        """
+        if not self.packs:
+            ids_BT = torch.nn.utils.rnn.pad_sequence([ids.long() for ids in documents], batch_first=True)
+            mask_BT = torch.arange(ids_BT.shape[1]) < torch.tensor([len(ids) for ids in documents])[:, None]
+            features_BTF = self.hidden_states(ids_BT, mask_BT, tap_layers)
+            return torch.cat([features_BTF[row, : len(ids)] for row, ids in enumerate(documents)])
+        self._check_taps(tap_layers)
+        depth = max(tap_layers) + 1
+        with self._lock:
+            if depth not in self._packed:
+                self._packed[depth] = PackedDecoder(self._structure, depth)
+        with self._taps.record(tap_layers) as taps:
+            self._packed[depth](Documents.of(documents, self.device))
+        return torch.cat([taps[layer][0] for layer in tap_layers], dim=-1)
 
     @torch.no_grad()
     def forward(

@@ -27,15 +27,28 @@ _COMMON = {
     "pad_token_id": 256,
 }
 _WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_ROPE = {"rope_type": "default", "rope_theta": 5e4}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    "llama": {"tie_word_embeddings": False, "rope_parameters": _ROPE},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "tie_word_embeddings": False},
     "mistral": {"sliding_window": 8, "tie_word_embeddings": False},
     "gemma2": {**_WINDOWED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0},
     "gemma3_text": {**_WINDOWED, "query_pre_attn_scalar": 8},
+    "gpt_oss": {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE, "tie_word_embeddings": False},
 }
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "tie_word_embeddings": False,
+    },
+}
+"""Families with layers that carry a state from token to token. They can be tapped, and not decoded with a cache that is cropped."""
 TEMPLATE = (
     "{% for message in messages %}{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
@@ -46,7 +59,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 model whose weights are such that its layers matter: generated tokens vary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | HYBRID)[family], **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
