@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from dflash_core.config import PipelineConfig
+from dflash_core.data.benchmarks import BENCHMARKS
+from dflash_core.data.builtin import BUILTIN_SOURCES
 from dflash_core.drafter.attention import kernels_fit
 from dflash_core.drafter.checkpoint import CONFIG, read_serving_config
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, mask_token_problems, tap_problems
@@ -55,10 +57,15 @@ def _raise(source: str, problems: Sequence[Problem]) -> None:
 
 
 def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
-    for index, item in enumerate(config.data.sources):
+    sources = {f"data.sources.{index}.source": item for index, item in enumerate(config.data.sources)}
+    sets = {f"evaluation.sets.{index}.source": item for index, item in enumerate(config.evaluation.sets)}
+    for path, item in {**sources, **sets}.items():
         if item.path is not None and not item.path.is_file():
-            path = f"data.sources.{index}.source"
             yield Problem(path, item.source, "there is no such file", "Correct the path; it is relative to the folder you start in")
+        elif item.source in BENCHMARKS and path in sources:
+            yield Problem(path, item.source, "is a benchmark, which is never trained on", "Name it in evaluation.sets instead")
+        elif item.source.startswith("builtin:") and item.source not in BUILTIN_SOURCES:
+            yield Problem(path, item.source, "is not a built-in source", f"Use {', '.join(BUILTIN_SOURCES)}")
     cache = config.data.response_cache
     if cache is not None and not cache.is_file():
         yield Problem("data.response_cache", str(cache), "there is no such file", "Correct the path or leave it out")

@@ -248,15 +248,30 @@ class TrainingConfig(Section):
     )
 
 
+class EvaluationSet(PromptSource):
+    """A set of prompts to measure drafters on, never trained on."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="What its figures are called: metrics are eval/<name>/acceptance_length, …")
+    source: str = Field(
+        min_length=1,
+        description="'builtin:humaneval', 'builtin:mtbench' (both turns), 'builtin:gsm8k', or a file or dataset as in data.sources.",
+    )
+
+
 class EvaluationConfig(Section):
-    """Draft-and-verify decoding on held-out prompts."""
+    """Draft-and-verify decoding on held-out prompts and on sets."""
 
     num_prompts: PositiveInt = Field(32, description="Held-out prompts that are decoded.")
+    sets: Annotated[tuple[EvaluationSet, ...], Field(strict=False)] = Field(
+        (), description="Further prompts that are decoded; training prompts that occur in them are found."
+    )
     max_new_tokens: PositiveInt = Field(128, description="Longest response, in tokens.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of decoding; losslessness is exact in float32.")
     device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of decoding.")
     block_size: int | None = Field(None, ge=2, description="Block size of decoding, at most the trained one. Default: the trained one.")
-    untrained_prompts: int = Field(4, ge=0, description="Prompts on which the drafter is also measured before training.")
+    untrained_prompts: int | None = Field(
+        4, ge=0, description="Prompts of each set on which the drafter is also measured before training; null: all of them."
+    )
 
 
 class TrackingConfig(Section):

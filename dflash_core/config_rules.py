@@ -18,6 +18,7 @@ def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     yield from _schedule_and_queue(config)
     yield from _devices(config)
     yield from _fp8(config)
+    yield from _sets(config)
 
 
 def _sizes(config: PipelineConfig) -> Iterator[Problem]:
@@ -95,3 +96,11 @@ def _fp8(config: PipelineConfig) -> Iterator[Problem]:
         if count % 16:
             message = f"makes rows of {count}, and products in fp8 want multiples of 16"
             yield Problem(field, value, message, f"Round {field} up, or set training.precision to bfloat16")
+
+
+def _sets(config: PipelineConfig) -> Iterator[Problem]:
+    names = [item.name for item in config.evaluation.sets]
+    for index, name in enumerate(names):
+        if name in ("heldout", "overall") or name in names[:index]:
+            message = "is the name of the held-out prompts' figures, or of all" if name not in names[:index] else "names two sets"
+            yield Problem(f"evaluation.sets.{index}.name", name, message, "Choose another name")

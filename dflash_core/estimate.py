@@ -20,6 +20,7 @@ import pyarrow.parquet
 import torch
 
 from dflash_core.config import PromptSource
+from dflash_core.data.benchmarks import REQUESTS
 from dflash_core.drafter import DFlashConfig
 from dflash_core.pipeline import planned_steps
 from dflash_core.plan import Plan
@@ -96,8 +97,10 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     slots = training.num_anchors * config.drafter.block_size
     row_operations = 6 * body * (slots + training.row_length // 2) + 4 * head * slots
     replica_bytes = body * (4 * 4 + _BYTES[training.precision]) + 2 * head * _BYTES[training.precision] + 8 * slots * 12 * info.hidden_size
-    prompts = min(config.evaluation.num_prompts, amounts.heldout)
-    decoded = (2 * prompts + min(config.evaluation.untrained_prompts, prompts)) * min(config.evaluation.max_new_tokens, data.max_length)
+    sizes = [min(config.evaluation.num_prompts, amounts.heldout), *(_rows_of(item) for item in config.evaluation.sets)]
+    prompts, before = sum(sizes), config.evaluation.untrained_prompts
+    compared = sum(size if before is None else min(before, size) for size in sizes)
+    decoded = (2 * prompts + compared) * min(config.evaluation.max_new_tokens, data.max_length)
     evaluation_bytes = (info.num_layers * layer + head) * _BYTES[config.evaluation.dtype]
     parallel = len(training.devices) if training.devices[0] != "cpu" else 1
 
@@ -159,8 +162,10 @@ def _rows_of(item: PromptSource) -> int:
 
 
 def _count_rows(source: str) -> int | None:
-    """Rows of a file. None for a dataset that is not here yet, and for a file that cannot be read, which is an error when it is."""
+    """Rows of a file, turns of a benchmark. None for a dataset that is not here yet, and for a file that cannot be read, which is an error later."""
     name = source.lower()
+    if name in REQUESTS:
+        return REQUESTS[name]
     try:
         if name.endswith(".parquet"):
             return int(pyarrow.parquet.read_metadata(source).num_rows)

@@ -26,7 +26,7 @@ from dflash_core.data import SampleTable, build_responses, write_samples
 from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
-from dflash_core.evaluation import EvaluationResult, evaluate_drafter
+from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, heldout_prompts, set_prompts
 from dflash_core.feed import pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardDataset, expected_of, extract
@@ -171,6 +171,23 @@ def evaluation_of(folder: Path) -> EvaluationResult:
     return EvaluationResult.model_validate_json((folder / "evaluation.json").read_bytes())
 
 
+def evaluation_prompts(plan: Plan, progress: Progress = no_progress) -> list[EvaluationPrompt]:
+    """What drafters are measured on: held-out prompts, then every set. A set's answers between its turns are the target's, and are kept.
+
+    Raises:
+        DataError: the stage 'samples' has not run, or a set cannot be used.
+    """
+    config, evaluation = plan.config, plan.config.evaluation
+    prompts = heldout_prompts(SampleTable.open(plan.folder("samples") / "heldout.parquet"), evaluation.num_prompts)
+    if evaluation.sets:
+        tokenizer, folder = load_tokenizer(plan.info.path, config.target.trust_remote_code), plan.workspace / "evaluation-sets"
+        for item in evaluation.sets:
+            prompts += set_prompts(
+                config, item, plan.info, tokenizer, lambda: plan.target_model(evaluation.dtype, evaluation.device), folder, progress
+            )
+    return prompts
+
+
 def drafter_folder(folder: Path) -> Path:
     """The folder to serve, within the folder of the stage 'export'."""
     return folder / "drafter"
@@ -252,17 +269,17 @@ def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricS
 
 def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     evaluation = plan.config.evaluation
-    untrained = initial_drafter(plan.config, _drafter_config(plan), plan.info) if evaluation.untrained_prompts else None
+    untrained = initial_drafter(plan.config, _drafter_config(plan), plan.info) if evaluation.untrained_prompts != 0 else None
     result = evaluate_drafter(
         plan.config,
         plan.target_model(evaluation.dtype, evaluation.device),
         _trained_drafter(plan),
-        SampleTable.open(plan.folder("samples") / "heldout.parquet"),
+        evaluation_prompts(plan, progress),
         folder,
         untrained=untrained,
         progress=progress,
     )
-    return result.headline()
+    return result.metrics()
 
 
 def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:

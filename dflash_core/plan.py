@@ -31,7 +31,7 @@ from dflash_core.training import OPERATIONAL
 STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evaluate", "export")
 
 # Raised by hand when a stage gives another result for the same input; results of older versions are then made again.
-CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 1, "train": 2, "evaluate": 1, "export": 1}
+CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 1, "train": 2, "evaluate": 2, "export": 1}
 
 TARGET = "target.json"
 
@@ -232,7 +232,8 @@ class Plan:
         }
 
     def _evaluate_depends_on(self) -> dict[str, Any]:
-        return {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json")}
+        files = {item.name: self._digest_of_input(item.path) for item in self.config.evaluation.sets if item.path is not None}
+        return {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json"), "files": files}
 
     def _export_depends_on(self) -> dict[str, Any]:
         return {"evaluate": self.key("evaluate"), "target": [self.info.name, self.info.revision]}  # which its config.json and its card name

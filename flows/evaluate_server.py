@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.config import load_config
-from dflash_core.data import SampleTable
-from dflash_core.errors import DataError, InputError, Problem
+from dflash_core.errors import InputError, Problem
 from dflash_core.evaluation.server import ServerComparison, ServerFigures, compare_servers, measure_server
-from dflash_core.pipeline import evaluation_of
+from dflash_core.pipeline import evaluation_of, evaluation_prompts
 from dflash_core.plan import Plan
 from dflash_core.stages import write_json_atomic
 from flows.console import console_watcher
@@ -22,13 +21,13 @@ from tasks.progress import ProgressTeller
 
 
 def evaluate_server(path: Path, overrides: Sequence[str], server: str | None, alone: str | None, concurrency: int, drafter: str | None) -> Path:
-    """Send the held-out prompts of a configuration to the servers, print what was measured, and write it down.
+    """Send the held-out prompts and sets of a configuration to the servers, print what was measured, and write it down.
 
     Returns:
         ``server.json`` among the run's evaluations.
 
     Raises:
-        InputError: no server with a drafter is named, or a drafter as well; or there is no held-out prompt.
+        InputError: no server with a drafter is named, or a drafter as well; or a set of prompts cannot be used.
         StageMissingError: the samples are not there yet.
         EndpointError: a server cannot be measured.
     """
@@ -38,11 +37,8 @@ def evaluate_server(path: Path, overrides: Sequence[str], server: str | None, al
         raise InputError("--server", [Problem("--drafter", drafter, "a server has a drafter of its own", "Leave one of the two out")])
     plan = Plan(load_config(path, overrides), str(path))
     require(plan, path, "samples")
-    settings, heldout = plan.config.evaluation, SampleTable.open(plan.folder("samples") / "heldout.parquet")
-    prompts = [heldout.prompt_tokens(index).tolist() for index in range(min(settings.num_prompts, len(heldout)))]
-    if not prompts:
-        remedy = "Raise data.heldout_fraction or give more prompts"
-        raise DataError("evaluation", [Problem("data.heldout_fraction", plan.config.data.heldout_fraction, "left no prompt to evaluate on", remedy)])
+    settings = plan.config.evaluation
+    prompts = [prompt.tokens for prompt in evaluation_prompts(plan)]
 
     def measured(url: str, drafts: bool) -> ServerFigures:
         watcher = console_watcher()

@@ -12,11 +12,10 @@ from prefect.client.schemas.objects import State
 
 from dflash_core import evaluation as core
 from dflash_core.config import PipelineConfig
-from dflash_core.data import SampleTable
 from dflash_core.drafter import load_checkpoint, target_problems
 from dflash_core.errors import CheckpointError, InputError, Problem
 from dflash_core.evaluation import EvaluationResult, weights_digest
-from dflash_core.pipeline import StageResult, evaluation_of
+from dflash_core.pipeline import StageResult, evaluation_of, evaluation_prompts
 from dflash_core.plan import Plan
 from dflash_core.stages import Progress, Stopwatch
 from tasks.progress import duration
@@ -63,8 +62,8 @@ def evaluate_folder(plan: Plan, folder: Path, progress: Progress) -> Path:
         raise CheckpointError("\n  ".join([f"{folder} is not a drafter for {plan.info.name}:", *problems]))
     evaluation = plan.config.evaluation
     destination = plan.run_folder / "evaluations" / weights_digest(drafter)[:12]
-    heldout = SampleTable.open(plan.folder("samples") / "heldout.parquet")
-    core.evaluate_drafter(plan.config, plan.target_model(evaluation.dtype, evaluation.device), drafter, heldout, destination, progress=progress)
+    prompts = evaluation_prompts(plan, progress)
+    core.evaluate_drafter(plan.config, plan.target_model(evaluation.dtype, evaluation.device), drafter, prompts, destination, progress=progress)
     return destination
 
 
@@ -93,7 +92,7 @@ def find_drafter(config: PipelineConfig, drafter: str) -> Path:
 def _record(run: Run, stage: StageRecord, folder: Path) -> None:
     stage.log_artifact(folder / "evaluation.json")
     evaluation = evaluation_of(folder)
-    run.tracker.log_metrics(evaluation.headline())  # of the parent too: it is what runs are compared by
+    run.tracker.log_metrics(evaluation.metrics())  # of the parent too: it is what runs are compared by
     publish(lambda: create_table_artifact(acceptance_table(evaluation), key="acceptance", description="Acceptance of the drafter"))
 
 

@@ -22,7 +22,7 @@ from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import ConfigError, DFlashError, ShardError, TargetError
 from dflash_core.estimate import estimate
-from dflash_core.pipeline import run_stage, warm_up, write_summary
+from dflash_core.pipeline import evaluation_of, run_stage, warm_up, write_summary
 from dflash_core.plan import STAGES, Plan
 from dflash_core.stages import Manifest, StageBusyError, atomic_write, stage_lock
 from dflash_core.target import TargetModel, TargetVocabulary
@@ -318,6 +318,19 @@ def test_the_summary_has_what_the_run_was_made_for(config: Path) -> None:
 def test_an_untrained_drafter_that_is_not_measured_is_no_figure(config: Path) -> None:
     plan = plan_of(config, "evaluation.untrained_prompts=0")
     assert json.loads(write_summary(plan, run_all(plan)).read_text())["acceptance_length_untrained"] is None
+
+
+def test_sets_are_measured_beside_the_heldout_prompts_and_a_changed_file_is_another_evaluation(config: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": role, "content": text} for role, text in (("user", "Go on"), ("assistant", ""), ("user", "And on"))]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    plan = plan_of(config, f"evaluation.sets=[{{name: chats, source: {chats}}}]")
+    assert missing(plan) == AFTER["evaluate"]
+    counts = run_all(plan)["evaluate"].manifest.counts
+    assert counts["eval/chats/lossless"] == counts["eval/heldout/lossless"] == 1.0
+    assert evaluation_of(plan.folder("evaluate")).sets["chats"].prompts == 2
+    chats.write_text(json.dumps({"prompt": "Go on"}) + "\n")
+    assert missing(plan_of(config, f"evaluation.sets=[{{name: chats, source: {chats}}}]")) == AFTER["evaluate"]
 
 
 def test_whoever_may_read_the_folder_may_read_the_exported_weights(config: Path) -> None:

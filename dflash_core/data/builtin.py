@@ -2,6 +2,7 @@
 
 ``builtin:python-tasks``: descriptions of programming tasks from reasoning-gym 0.1.25 (Apache-2.0), as requests for a
 short Python function. A narrow domain, so that a small drafter learns something in minutes. Fetched, never committed.
+The sets of ``benchmarks`` are sources as well, for evaluation alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from dflash_core.data.benchmarks import BENCHMARKS
 from dflash_core.data.packages import fetch_package_file
 
 _PACKAGE = "reasoning-gym==0.1.25"
@@ -41,4 +44,4 @@ def _descriptions(member: str, sha256: str) -> Iterator[str]:
         yield row["task_description"]
 
 
-BUILTIN_SOURCES: Mapping[str, Callable[[], Iterator[Mapping[str, str]]]] = {"builtin:python-tasks": python_tasks}
+BUILTIN_SOURCES: Mapping[str, Callable[[], Iterator[Mapping[str, Any]]]] = {"builtin:python-tasks": python_tasks, **BENCHMARKS}

@@ -1,18 +1,23 @@
-"""Measuring a drafter: losslessness, acceptance and speed on held-out prompts. Pictures are in ``plots``, which needs matplotlib."""
+"""Measuring a drafter: losslessness, acceptance and speed on held-out prompts and on sets. Pictures are in ``plots``, which needs matplotlib."""
 
 from dflash_core.evaluation.evaluate import evaluate_drafter, weights_digest
 from dflash_core.evaluation.lossless import Divergence, find_divergence
+from dflash_core.evaluation.prompts import EvaluationPrompt, heldout_prompts, set_prompts
 from dflash_core.evaluation.records import PromptRecord, read_records
-from dflash_core.evaluation.result import EvaluationResult, Figures, PromptFigures
+from dflash_core.evaluation.result import EvaluationResult, Figures, Measured, PromptFigures
 
 __all__ = [
     "Divergence",
+    "EvaluationPrompt",
     "EvaluationResult",
     "Figures",
+    "Measured",
     "PromptFigures",
     "PromptRecord",
     "evaluate_drafter",
     "find_divergence",
+    "heldout_prompts",
     "read_records",
+    "set_prompts",
     "weights_digest",
 ]

@@ -7,6 +7,7 @@ Lines carry the key of what they measured; lines of another drafter or other set
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,7 +19,8 @@ from dflash_core.evaluation.lossless import Divergence
 class PromptRecord(BaseModel):
     """What was measured on one prompt.
 
-    key:        digest of target, drafter, prompts and settings
+    key:        digest of target, drafters, prompt and settings
+    set, id, conversation: of the ``EvaluationPrompt``
     baseline:   the target alone, one token a pass
     trained:    the same with the drafter
     untrained:  the same with the drafter as it was before training, on the first prompts only
@@ -28,7 +30,9 @@ class PromptRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     key: str
+    set: str
     id: str
+    conversation: str
     prompt_tokens: int
     baseline: Generation
     trained: Generation
@@ -45,8 +49,8 @@ def append_record(path: Path, record: PromptRecord) -> None:
         os.fsync(file.fileno())
 
 
-def read_records(path: Path, key: str) -> list[PromptRecord]:
-    """The records of ``key`` in order. A torn last line is cut off, so that the next one starts on a line of its own."""
+def read_records(path: Path, keys: Collection[str]) -> list[PromptRecord]:
+    """The records of these keys, in order. A torn last line is cut off, so that the next one starts on a line of its own."""
     if not path.is_file():
         return []
     content = path.read_bytes()
@@ -59,6 +63,6 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
             record = PromptRecord.model_validate_json(line)
         except ValidationError:
             continue  # of another version of this code, or damaged: its prompt is simply measured again
-        if record.key == key:
+        if record.key in keys:
             records.append(record)
     return records

@@ -50,7 +50,9 @@ class Figures(_Frozen):
 class PromptFigures(_Frozen):
     """One prompt in a table. ``acceptance_length`` is None if the answer has no round."""
 
+    set: str
     id: str
+    conversation: str
     prompt_tokens: int
     new_tokens: int
     acceptance_length: float | None
@@ -59,30 +61,20 @@ class PromptFigures(_Frozen):
     lossless: bool
 
 
-class EvaluationResult(_Frozen):
-    """A drafter as it will be used, and how it was measured. Greedy decoding, one request at a time.
+class Measured(_Frozen):
+    """A drafter on a set of prompts, or on all of them.
 
     lossless:               share of the prompts whose text is the target's own, up to divergences that rounding explains (none in float32)
     diverged:               prompts whose text differs from the target's own at all
     diverged_beyond_noise:  those where the target's logit gap exceeds the noise of scoring its own text again
     """
 
-    target: str
-    target_digest: str
-    drafter_digest: str
-    dtype: str
-    device: str
-    threads: int
-    block_size: int
-    max_new_tokens: int
-    temperature: float
     prompts: int
     lossless: float
     diverged: int
     diverged_beyond_noise: int
     trained: Figures
     untrained: Figures | None
-    rows: tuple[PromptFigures, ...]
 
     def headline(self) -> dict[str, float]:
         """The figures a summary or a tracker wants, flat."""
@@ -102,6 +94,45 @@ class EvaluationResult(_Frozen):
         if self.untrained is not None:
             figures["acceptance_length_untrained"] = self.untrained.acceptance.mean_of_requests
         return figures
+
+
+class EvaluationResult(Measured):
+    """A drafter as it will be used, and how it was measured. Greedy decoding, one request at a time.
+
+    The figures of all prompts are its own; those of the held-out prompts and of each set are in ``sets``.
+    """
+
+    target: str
+    target_digest: str
+    drafter_digest: str
+    prompts_digest: str
+    dtype: str
+    device: str
+    threads: int
+    block_size: int
+    max_new_tokens: int
+    temperature: float
+    sets: dict[str, Measured]
+    rows: tuple[PromptFigures, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """The headline figures of all prompts, and of each set as ``eval/<set>/<name>``."""
+        of_sets = {f"eval/{name}/{figure}": value for name, found in self.sets.items() for figure, value in found.headline().items()}
+        return self.headline() | of_sets
+
+
+def measured(records: Sequence[PromptRecord], block_size: int) -> Measured:
+    """The figures of these prompts, at least one."""
+    baselines = [record.baseline for record in records]
+    compared = [(record.untrained, record.baseline) for record in records if record.untrained is not None]
+    return Measured(
+        prompts=len(records),
+        lossless=sum(record.lossless for record in records) / len(records),
+        diverged=sum(record.divergence is not None for record in records),
+        diverged_beyond_noise=sum(record.divergence is not None and record.divergence.beyond_noise for record in records),
+        trained=figures([record.trained for record in records], baselines, block_size),
+        untrained=figures([drafted for drafted, _ in compared], [baseline for _, baseline in compared], block_size) if compared else None,
+    )
 
 
 def figures(generations: Sequence[Generation], baselines: Sequence[Generation], block_size: int) -> Figures:
@@ -130,7 +161,9 @@ def prompt_figures(record: PromptRecord, block_size: int) -> PromptFigures:
     """The row of one prompt."""
     one = figures([record.trained], [record.baseline], block_size)
     return PromptFigures(
+        set=record.set,
         id=record.id,
+        conversation=record.conversation,
         prompt_tokens=record.prompt_tokens,
         new_tokens=one.tokens,
         acceptance_length=acceptance_length(record.trained, block_size),

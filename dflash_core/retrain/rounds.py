@@ -196,13 +196,13 @@ class Rounds:
 
 
 def pipeline_config(config: RetrainConfig, rounds: Rounds, current: Round, champion: Path | None) -> PipelineConfig:
-    """The training of a round. With a champion (its folder), every held-out prompt is decoded by it too: the drafter before training."""
+    """The training of a round. With a champion (its folder), every prompt is decoded by it too: the drafter before training."""
     tree = config.model_dump(exclude={"retrain"})
     tree["run"]["name"] = f"{config.run.name}-{current.number:04}"
     tree["data"]["sources"] = [{"source": str(rounds.place(current.number) / PROMPTS)}]
     if champion is not None:
         tree["drafter"]["initial_checkpoint"] = champion
-        tree["evaluation"]["untrained_prompts"] = config.evaluation.num_prompts
+        tree["evaluation"]["untrained_prompts"] = None
     return PipelineConfig.model_validate(tree)
 
 

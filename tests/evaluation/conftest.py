@@ -1,33 +1,22 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from dflash_core.config import PipelineConfig, parse_config
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.evaluation import EvaluationPrompt
 from dflash_core.target import TargetModel
 from tests.target.tiny import save_tiny_target
 
+TOKENS = [[257, 40 + n, 41, 7 * n] for n in range(5)]
 
-@dataclass
-class Prompts:
-    """Stands in for a ``SampleTable``."""
 
-    prompts: list[list[int]] = field(default_factory=lambda: [[257, 40 + n, 41, 7 * n] for n in range(5)])
-    digest: str = "prompts"
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def id(self, index: int) -> str:
-        return f"prompt-{index}"
-
-    def prompt_tokens(self, index: int) -> npt.NDArray[np.int32]:
-        return np.array(self.prompts[index], dtype=np.int32)
+def prompts_of(tokens: Sequence[Sequence[int]] = TOKENS, name: str = "heldout") -> list[EvaluationPrompt]:
+    """Prompts of a set, each a conversation of its own."""
+    return [EvaluationPrompt(name, f"prompt-{number}", f"prompt-{number}", tuple(prompt)) for number, prompt in enumerate(tokens)]
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +37,7 @@ def config() -> PipelineConfig:
             "data": {"sources": [{"source": "prompts.jsonl"}], "max_length": 64},
             "drafter": {"num_layers": 1, "block_size": 4, "mask_token_id": 259, "tap_layers": [0, 2]},
             "training": {"row_length": 64, "num_anchors": 8},
-            "evaluation": {"num_prompts": 4, "max_new_tokens": 12, "untrained_prompts": 2},
+            "evaluation": {"max_new_tokens": 12, "untrained_prompts": 2},
         }
     )
 

@@ -16,10 +16,10 @@ from dflash_core.config import PipelineConfig
 from dflash_core.decoding import autoregressive_generate
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import DataError
-from dflash_core.evaluation import EvaluationResult, evaluate_drafter
+from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter
 from dflash_core.target import TargetModel
 from tests.decoding.oracle import OracleDrafter
-from tests.evaluation.conftest import Prompts
+from tests.evaluation.conftest import TOKENS, prompts_of
 
 Evaluate = Callable[..., EvaluationResult]
 
@@ -27,7 +27,7 @@ Evaluate = Callable[..., EvaluationResult]
 @pytest.fixture
 def evaluate(config: PipelineConfig, target: TargetModel, drafter: DFlashDrafter, tmp_path: Path) -> Evaluate:
     def call(**changes: Any) -> EvaluationResult:
-        arguments = {"config": config, "target": target, "drafter": drafter, "heldout": Prompts(), "folder": tmp_path} | changes
+        arguments = {"config": config, "target": target, "drafter": drafter, "prompts": prompts_of()[:4], "folder": tmp_path} | changes
         return evaluate_drafter(**arguments)  # type: ignore[arg-type]
 
     return call
@@ -62,12 +62,12 @@ def test_the_untrained_drafter_is_measured_on_the_first_prompts_against_their_ow
 
 
 def test_an_oracle_reaches_the_block_size_and_its_figures_add_up(evaluate: Evaluate, target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = Prompts([[257, 44, 41, 9]])
-    own = autoregressive_generate(target, prompts.prompts[0], max_new_tokens=60, stop_ids=()).tokens
-    oracle = OracleDrafter(target._model, [*prompts.prompts[0], *own], (0, 2), 4)
+    prompt = [257, 44, 41, 9]
+    own = autoregressive_generate(target, prompt, max_new_tokens=60, stop_ids=()).tokens
+    oracle = OracleDrafter(target._model, [*prompt, *own], (0, 2), 4)
     monkeypatch.setattr(evaluate_module, "_decoding_copy", lambda drafter, target: drafter)
     monkeypatch.setattr(evaluate_module, "weights_digest", lambda drafter: "oracle")
-    result = evaluate(drafter=oracle, heldout=prompts)
+    result = evaluate(drafter=oracle, prompts=prompts_of([prompt]))
     trained = result.trained
     assert result.lossless == 1.0
     assert trained.acceptance.mean_of_requests == trained.acceptance.pooled == 4.0
@@ -80,25 +80,39 @@ def test_an_oracle_reaches_the_block_size_and_its_figures_add_up(evaluate: Evalu
     assert trained.speedup == pytest.approx(trained.baseline_seconds.total / seconds.total)
 
 
-def test_prompts_that_are_done_are_not_decoded_again(
-    evaluate: Evaluate, config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate(config=with_evaluation(config, num_prompts=2))
-    decoded: list[list[int]] = []
+def test_prompts_that_are_done_are_not_decoded_again(evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate(prompts=prompts_of()[:2])
+    decoded: list[EvaluationPrompt] = []
     whole = evaluate_module._Bench.measure
 
-    def recording(self: Any, name: str, prompt_ids: list[int], *, with_untrained: bool) -> Any:
-        decoded.append(prompt_ids)
-        return whole(self, name, prompt_ids, with_untrained=with_untrained)
+    def recording(self: Any, prompt: EvaluationPrompt, *, with_untrained: bool) -> Any:
+        decoded.append(prompt)
+        return whole(self, prompt, with_untrained=with_untrained)
 
     monkeypatch.setattr(evaluate_module._Bench, "measure", recording)
     seen: list[tuple[int, int, str]] = []
     result = evaluate(progress=lambda *call: seen.append(call))
-    assert decoded == Prompts().prompts[2:4]
+    assert decoded == prompts_of()[2:4]
     assert result.prompts == lines(tmp_path) == 4
     assert seen == [(2, 4, "prompts"), (3, 4, "prompts"), (4, 4, "prompts")]
     assert evaluate() == result
     assert len(decoded) == 2
+
+
+def test_every_set_has_figures_of_its_own_and_one_that_comes_later_is_all_that_is_decoded(
+    evaluate: Evaluate, drafter: DFlashDrafter, tmp_path: Path
+) -> None:
+    before = copy.deepcopy(drafter).init_weights(2)
+    alone = evaluate(untrained=before)
+    result = evaluate(untrained=before, prompts=[*prompts_of()[:4], *prompts_of(TOKENS[1:4], "chat")])
+    assert lines(tmp_path) == 7
+    assert {name: found.prompts for name, found in result.sets.items()} == {"heldout": 4, "chat": 3}
+    assert result.sets["heldout"] == alone.sets["heldout"]
+    assert result.sets["heldout"].headline() == alone.headline()
+    assert [found.untrained.prompts for found in result.sets.values() if found.untrained] == [2, 2], "untrained_prompts of each set"
+    assert result.prompts_digest != alone.prompts_digest
+    assert result.trained.tokens == sum(found.trained.tokens for found in result.sets.values())
+    assert result.metrics()["eval/chat/acceptance_length"] == result.sets["chat"].trained.acceptance.mean_of_requests
 
 
 def test_another_drafter_or_longer_answers_are_measured_afresh(
@@ -146,4 +160,4 @@ def test_a_smaller_block_than_trained_is_measured_as_such(evaluate: Evaluate, co
 
 def test_no_held_out_prompt_is_an_error_that_names_the_setting(evaluate: Evaluate) -> None:
     with pytest.raises(DataError, match=r"data.heldout_fraction = 0.05: left no prompt"):
-        evaluate(heldout=Prompts([]))
+        evaluate(prompts=[])

@@ -13,7 +13,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.drafter import IGNORE, DFlashDrafter
 from dflash_core.evaluation import EvaluationResult, evaluate_drafter
 from dflash_core.retrain.decision import decide
-from tests.evaluation.conftest import Prompts
+from tests.evaluation.conftest import prompts_of
 from tests.evaluation.planted import CONFIG, TAPS, WORDS, TellingTarget, served_as, train
 
 STEPS = 300
@@ -48,9 +48,9 @@ def untrained() -> DFlashDrafter:
 
 
 def evaluated(config: PipelineConfig, target: TellingTarget, drafter: DFlashDrafter, before: DFlashDrafter, folder: Path) -> EvaluationResult:
-    prompts = Prompts([[7 + stride, begin] for stride in range(1, WORDS) for begin in range(2)])
-    every = config.evaluation.model_copy(update={"num_prompts": len(prompts), "untrained_prompts": len(prompts)})
-    return evaluate_drafter(config.model_copy(update={"evaluation": every}), cast(Any, target), drafter, cast(Any, prompts), folder, untrained=before)
+    prompts = prompts_of([[7 + stride, begin] for stride in range(1, WORDS) for begin in range(2)])
+    every = config.evaluation.model_copy(update={"untrained_prompts": None})
+    return evaluate_drafter(config.model_copy(update={"evaluation": every}), cast(Any, target), drafter, prompts, folder, untrained=before)
 
 
 def test_the_right_drafter_is_accepted_and_promoted(config: PipelineConfig, target: TellingTarget, right: DFlashDrafter, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dflash_core.evaluation import EvaluationResult, PromptRecord
 from dflash_core.evaluation.panels import running_mean, series
 from dflash_core.evaluation.plots import inline_charts, report_figure, write_picture
 from dflash_core.evaluation.report import Report, write_report
-from dflash_core.evaluation.result import figures, prompt_figures
+from dflash_core.evaluation.result import measured, prompt_figures
 from dflash_core.training import read_metrics
 
 
@@ -29,17 +29,14 @@ def generation(accepted: list[int], block: int = 4) -> Generation:
 def result(*, untrained: bool, rounds: list[int]) -> EvaluationResult:
     records = [
         PromptRecord(
-            key="k", id=f"p{n}", prompt_tokens=4, baseline=generation([0] * 11, 1), trained=generation(rounds),
+            key="k", set="heldout", id=f"p{n}", conversation=f"p{n}", prompt_tokens=4, baseline=generation([0] * 11, 1), trained=generation(rounds),
             untrained=generation([0] * 11) if untrained else None, divergence=None, lossless=True,
         )
         for n in range(3)
     ]  # fmt: skip
-    baselines = [record.baseline for record in records]
     return EvaluationResult(
-        target="tiny", target_digest="t", drafter_digest="d", dtype="float32", device="cpu", threads=1, block_size=4, max_new_tokens=12,
-        temperature=0.0, prompts=3, lossless=1.0, diverged=0, diverged_beyond_noise=0,
-        trained=figures([record.trained for record in records], baselines, 4),
-        untrained=figures([generation([0] * 11)] * 3, baselines, 4) if untrained else None,
+        target="tiny", target_digest="t", drafter_digest="d", prompts_digest="p", dtype="float32", device="cpu", threads=1, block_size=4,
+        max_new_tokens=12, temperature=0.0, **dict(measured(records, 4)), sets={"heldout": measured(records, 4)},
         rows=tuple(prompt_figures(record, 4) for record in records),
     )  # fmt: skip
 

@@ -18,11 +18,11 @@ from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.plan import STAGES, Plan
 from dflash_core.target import TargetModel
 from flows.cli import app
-from tests.evaluation.conftest import Prompts
+from tests.evaluation.conftest import TOKENS
 from tests.evaluation.stand_in import Answer, StandIn, serving
 from tests.tiny_run import write_tiny_run
 
-PROMPTS = Prompts().prompts
+PROMPTS = TOKENS
 
 
 @pytest.fixture(autouse=True)
