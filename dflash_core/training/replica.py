@@ -79,15 +79,12 @@ class Replica:
         self._graphs: StepGraphs | None = None
         self.staging: Staging | None = None  # on CUDA, from warm-up on
         self._learning_rate = torch.zeros((), device=device)
-        self.drafter = DFlashDrafter(drafter_config).to(device=device, dtype=precision)
+        self.drafter = DFlashDrafter.around(drafter_config, self.layout.views(self.moments.weights_P), device)
         self.drafter.activation_checkpointing = training.activation_checkpointing
         self._head: Tensor | Fp8Head = vocabulary.head_weight
         if training.precision == "fp8":
             self.drafter.use_fp8()
             self._head = Fp8Head(vocabulary.head_weight)
-        weights = self.layout.views(self.moments.weights_P)
-        for name, parameter in self.drafter.named_parameters():
-            parameter.data = weights[name]
         self._gradients: AddedGradients | HandedGradients
         if self._on_cuda:
             accumulating = training.accumulation_steps > 1
@@ -291,14 +288,19 @@ class Replica:
             self._rehearse(batch)
             self.staging = Staging(batch, self.device)
             if self._training.cuda_graphs:
-                read = batch.map(lambda tensor: tensor.to(self.device, copy=True))
-                self._graphs = StepGraphs(
-                    self._stream, read, first=self._begin_and_compute, further=self._compute,
-                    close=self._find_nonfinite if self._gradients.flat_P is not None else None, apply=self._update,
-                    accumulating=self._training.accumulation_steps > 1,
-                )  # fmt: skip
-                self._rehearse(batch)
+                self.capture(batch)
         torch.cuda.synchronize(self.device)
+
+    def capture(self, batch: Batch) -> None:
+        """Capture the step of batches of these shapes; from now on it is launched as CUDA graphs. Where ``warm_up`` runs, on the replica's stream."""
+        assert self._stream is not None, "only a CUDA device has graphs"
+        read = batch.map(lambda tensor: tensor.to(self.device, copy=True))
+        self._graphs = StepGraphs(
+            self._stream, read, first=self._begin_and_compute, further=self._compute,
+            close=self._find_nonfinite if self._gradients.flat_P is not None else None, apply=self._update,
+            accumulating=self._training.accumulation_steps > 1,
+        )  # fmt: skip
+        self._rehearse(batch)
 
     def _begin_and_compute(self, batch: Batch) -> None:
         self._gradients.begin()
