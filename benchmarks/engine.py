@@ -1,14 +1,19 @@
-"""What the benchmarks of the engine share: rows as packing makes them, and a run of the product's own trainer on them.
+"""What the benchmarks of the engine share: rows as packing makes them, and runs of the product's own trainer on them.
 
-    with TrainingRun(SHAPES["1x2048"], ["cuda:0"], steps=50) as run:      # warmed up
+    with TrainingRun(SHAPES["1x2048"], ["cuda:0", "cuda:1"], steps=50) as run:      # warmed up, once
         result = run.train()
-        run.records                                                      # one a step
+        run.records                                                                # of this training, one a step
+        run.train(steps=20, replicas=1)                                            # again, with the first replica alone
+        run.capture()                                                              # from now on with CUDA graphs
+
+Whatever a run comes to is thrown away, so no weights are gathered and written: at the size of a Qwen3-8B drafter that takes longer than the steps.
 
 T row length, F features of a token
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import tempfile
 import threading
@@ -24,11 +29,12 @@ import torch
 from benchmarks.common import Shape
 from dflash_core.config import PipelineConfig, parse_config
 from dflash_core.drafter import DFlashConfig
-from dflash_core.feed import Row, build_row, pack_rows
+from dflash_core.feed import Batch, Row, build_row, collate, pack_rows
 from dflash_core.feed.source import row_generator
 from dflash_core.shards.reader import ShardSample
 from dflash_core.target import TargetInfo, TargetVocabulary
-from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, WarmUpReport, read_metrics
+from dflash_core.training import DrafterTrainer, GradientSync, TrainingResult, TrainingSession, TrainingState, WarmUpReport, read_metrics
+from dflash_core.training.meeting import Meeting
 from dflash_core.training.session import config_settings, warm_up_source
 
 SEED = 0
@@ -93,7 +99,7 @@ class TrainingRun:
     """The product's warm-up and training on packed rows, for ``steps`` steps, in a folder that does not stay."""
 
     def __init__(self, shape: Shape, devices: list[str], steps: int, *, source: PackedRows | None = None, **training: Any):
-        self.shape, self.devices = shape, devices
+        self.shape, self.devices, self._steps, self._training = shape, devices, steps, training
         info = target_info(shape)
         self.config = training_config(shape, devices, steps, **training)
         feature_size = DFlashConfig.from_target(info, self.config.drafter).feature_size
@@ -110,15 +116,51 @@ class TrainingRun:
         session = TrainingSession.get("benchmark", self.config)
         assert session is not None
         self.session: TrainingSession = session
+        self._trained = 0
 
-    def train(self) -> TrainingResult:
-        """All steps. Raises what the trainer raises."""
-        return DrafterTrainer(self.session).run()
+    def train(self, steps: int | None = None, replicas: int | None = None) -> TrainingResult:
+        """From the first row on, all steps by default, with all replicas or the first ones. Raises what the trainer raises.
+
+        The first replica alone still packs its gradients as it does among others: 1 ms of a step of 120.
+        """
+        number, some = self._trained, replicas or len(self.devices)
+        self._trained += 1
+        syncs = self.session.syncs if some == len(self.devices) else [GradientSync(0, 1, Meeting(1), None)]
+        session = dataclasses.replace(
+            self.session, config=training_config(self.shape, self.devices[:some], self._steps, **self._training),
+            folder=self.folder / f"training-{number}", state=TrainingState(), total_steps=steps or self._steps,
+            replicas=self.session.replicas[:some], syncs=syncs, spent=False,
+        )  # fmt: skip
+        self._records = session.folder / "metrics.jsonl"
+        nothing = mock.Mock(return_value=({}, {}, {}))
+        with mock.patch("dflash_core.training.worker.gather", nothing), mock.patch("dflash_core.training.trainer.gather", nothing):
+            return DrafterTrainer(session).run()
+
+    def capture(self) -> None:
+        """Let all replicas launch their steps as CUDA graphs from now on."""
+        for replica in self.session.replicas:
+            with replica.on_device():
+                replica.capture(self.batch(0))
+            torch.cuda.synchronize(replica.device)
+
+    def make_equal(self) -> None:
+        """Give all replicas the weights of the first, and no moments."""
+        first = self.session.replicas[0]
+        weights = {name: view.clone() for name, view in first.layout.views(first.moments.masters_P).items()}
+        for replica in self.session.replicas:
+            with replica.on_device():
+                replica.load(weights)
+            if replica.device.type == "cuda":
+                torch.cuda.synchronize(replica.device)
+
+    def batch(self, number: int) -> Batch:
+        """The ``number``-th batch of the source, on the CPU."""
+        return collate([self._source.row(number * self.shape.B + row) for row in range(self.shape.B)])
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Metrics of every step."""
-        return read_metrics(self.folder / "metrics.jsonl")
+        """Metrics of every step of the last training."""
+        return read_metrics(self._records)
 
     def seconds_of_a_step(self, skip: int = 5) -> float:
         """Median over the steps after the first ``skip``."""

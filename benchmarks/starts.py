@@ -1,6 +1,6 @@
 """How much faster is a second start? Two fresh processes warm up one after the other, with one cache folder that is empty at first.
 
-python -m benchmarks.starts
+python -m benchmarks.starts                                     about 80 s on one GPU
 python -m benchmarks.starts --shape tiny --device cpu
 """
 

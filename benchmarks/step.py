@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from benchmarks.loss import measure_loss
 from benchmarks.mask import measure_mask
 from dflash_core.config import parse_config
 from dflash_core.drafter import DFlashConfig
-from dflash_core.feed import Row, collate
+from dflash_core.feed import Batch, Row, collate
 from dflash_core.training.guard import prepare_for_threads
 from dflash_core.training.replica import Replica
 
@@ -126,11 +127,16 @@ class Step:
 
     def __call__(self) -> None:
         """One optimiser step; waits for nothing."""
-        self.replica.begin_step()
-        for _ in range(self.micro_steps):
-            self.replica.micro_step(collate(self.rows))
-        self.replica.close_step(False)
-        self.replica.apply(LEARNING_RATE)
+        bare_step(self.replica, (collate(self.rows) for _ in range(self.micro_steps)))
+
+
+def bare_step(replica: Replica, batches: Iterable[Batch]) -> None:
+    """One optimiser step of a replica that has no others, and nothing else; waits for nothing."""
+    replica.begin_step()
+    for batch in batches:
+        replica.micro_step(batch)
+    replica.close_step(False)
+    replica.apply(LEARNING_RATE)
 
 
 def measure_step(recorder: Recorder, shape: Shape, variants: list[str], ceiling: float) -> None:

@@ -46,6 +46,20 @@ def test_every_section_runs_at_a_tiny_size_and_a_second_run_measures_nothing_aga
     assert losses[-1] < losses[0]
 
 
+def test_the_engine_is_measured_at_a_tiny_size_by_the_commands_that_a_gpu_gets(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = ["--shape", "tiny", "--steps", "12", "--results", str(results), "--commit", "abc"]
+    alone = [*words, "--sections", "overhead", "--device", "cpu"]
+    together = [*words, "--sections", "scaling", "--devices", "cpu,cpu", "--shapes", "tiny"]
+    out = run(f"from benchmarks.flatness import main\nassert main({alone!r}) == 0\nassert main({together!r}) == 0")
+    assert "READY" in out
+    records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
+    names = {"engine.overhead.tiny", "multi.scaling_2gpu_tiny", "flatness.peak_spread", "flatness.reserved_growth", "flatness.retries"}
+    assert set(records) == names
+    assert records["multi.scaling_2gpu_tiny"]["detail"]["replicas"] == "bit-identical"
+    assert records["flatness.retries"]["samples"] == 7  # of 12 steps, the first 5 do not count
+
+
 def test_flops_of_a_step_are_those_of_the_issue():
     from benchmarks.common import SHAPES
 

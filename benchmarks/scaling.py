@@ -1,0 +1,113 @@
+"""Tokens a second of a replica on each of several GPUs over those of one, for rows of several shapes.
+
+python -m benchmarks.flatness --sections scaling --devices cuda:0,cuda:1
+
+Most of the time goes into compiling, so each shape has a process, and all warm up at once. When all are warm they measure one after the other,
+each when it is told to. A process trains all replicas and then the first alone, compiled and then with CUDA graphs, and fails if the replicas'
+weights or moments differ afterwards. Memory is watched in the longest of these trainings, of the last shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.common import SHAPES, Recorder, Shape, arguments, recorder_for
+from benchmarks.engine import TrainingRun
+from benchmarks.flatness import SETTLED, record_flatness
+
+_READY, _GO = "READY", "GO\n"
+_MOST_STEPS, _FEWEST_STEPS, _TOKENS = 60, SETTLED + 6, 70_000  # of a training that only tells a rate: about four seconds
+_NAMES = {"4x3072": "", "1x2048": "_1x2048"}
+
+
+def measure_scaling(recorder: Recorder, shapes: list[Shape], devices: list[str], steps: int) -> None:
+    """A process for each shape; what fails in one is among ``recorder.failures``, and the others go on."""
+    began, news = time.monotonic(), queue.SimpleQueue[tuple[str, str | None]]()
+    processes = {shape.name: _start(recorder, shape, devices, steps if shape is shapes[-1] else 0) for shape in shapes}
+
+    def listen(name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            news.put((name, line.rstrip()))
+        news.put((name, None))
+
+    for name, process in processes.items():
+        threading.Thread(target=listen, args=(name, process), daemon=True).start()
+    waiting, warming, measuring = list(processes), set(processes), None
+    while waiting or measuring:
+        if measuring is None and not warming:
+            measuring = waiting.pop(0)
+            stdin = processes[measuring].stdin
+            assert stdin is not None
+            stdin.write(_GO)
+            stdin.flush()
+        name, line = news.get()
+        print(f"[{time.monotonic() - began:6.1f} s] {name}: {'has ended' if line is None else line}", flush=True)
+        if line == _READY:
+            warming.discard(name)
+        elif line is None:
+            warming.discard(name)
+            measuring = None if measuring == name else measuring
+            waiting = [other for other in waiting if other != name]
+            if processes[name].wait():
+                recorder.failures.append(f"scaling of {name}")
+
+
+def _start(recorder: Recorder, shape: Shape, devices: list[str], steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.scaling", "--shape", shape.name, "--devices", ",".join(devices), "--steps", str(steps)]
+    command += ["--results", str(recorder.path), "--commit", recorder.commit, *(["--dirty"] if recorder.dirty else [])]
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def measure(recorder: Recorder, shape: Shape, devices: list[str], steps: int) -> None:
+    """In a process of its own: warm up, wait for the word, and measure. Memory is watched over ``steps`` steps, not at all if 0."""
+    with TrainingRun(shape, devices, _MOST_STEPS, compile="auto") as run:
+        print(f"warmed up: {[round(device.seconds, 1) for device in run.report.devices]} s", flush=True)
+        print(_READY, flush=True)
+        if sys.stdin.readline() != _GO:
+            raise SystemExit("whoever started this process has ended")
+        for variant in ("", ".graphs") if devices[0] != "cpu" else ("",):
+            if variant:
+                run.capture()
+                run.make_equal()
+            watching = bool(steps) and not variant
+            together = _rate(run, len(devices), steps if watching else None)
+            checksums = [replica.checksums().tolist() for replica in run.session.replicas]
+            if any(other != checksums[0] for other in checksums):
+                raise ValueError("the replicas differ after training")
+            if watching:
+                record_flatness(recorder, run, replicas="bit-identical")
+            alone = _rate(run, 1)
+            detail = {"tokens_per_second": {"1": round(alone), str(len(devices)): round(together)}, "replicas": "bit-identical"}
+            name = f"multi.scaling_{len(devices)}gpu{_NAMES.get(shape.name, '_' + shape.name)}{variant}"
+            recorder.add(name, together / alone, "ratio", len(run.records) - SETTLED, detail)
+
+
+def _rate(run: TrainingRun, replicas: int, steps: int | None = None) -> float:
+    """Tokens a second of all replicas together, over as many steps as take a few seconds, or ``steps``."""
+    tokens, began = run.shape.B * run.shape.T, time.monotonic()
+    run.train(steps or min(max(_FEWEST_STEPS, _TOKENS // tokens), _MOST_STEPS), replicas)
+    print(f"{replicas} replicas: {1e3 * run.seconds_of_a_step(SETTLED):.1f} ms a step, {time.monotonic() - began:.1f} s", flush=True)
+    return replicas * tokens / run.seconds_of_a_step(SETTLED)
+
+
+def main(words: list[str] | None = None) -> int:
+    """What ``measure_scaling`` starts."""
+    parser = arguments(__doc__ or "", [])
+    parser.add_argument("--devices", type=lambda text: text.split(","), required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, required=True, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    options.device = options.devices[0]
+    measure(recorder_for(options), SHAPES[options.shape], options.devices, options.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
