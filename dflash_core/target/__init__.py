@@ -12,11 +12,22 @@ if TYPE_CHECKING:
     from dflash_core.target.fetch import resolve_target
     from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
     from dflash_core.target.model import TargetModel, TargetOutput
+    from dflash_core.target.static import StaticTarget
     from dflash_core.target.vocabulary import TargetVocabulary
 
-__all__ = ["TargetInfo", "TargetModel", "TargetOutput", "TargetVocabulary", "load_tokenizer", "read_target_info", "resolve_target"]
+__all__ = [
+    "StaticTarget",
+    "TargetInfo",
+    "TargetModel",
+    "TargetOutput",
+    "TargetVocabulary",
+    "load_tokenizer",
+    "read_target_info",
+    "resolve_target",
+]
 
 _HOMES = {
+    "StaticTarget": "static",
     "TargetInfo": "info",
     "TargetModel": "model",
     "TargetOutput": "model",

@@ -56,7 +56,7 @@ class TargetModel:
         self._packed: dict[int, PackedDecoder] = {}
         self.packs = can_pack(model, self._structure)
         self._lock = threading.Lock()
-        self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in Transformers 5.2x
+        self.cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in Transformers 5.2x
         self.vocabulary = TargetVocabulary(self._structure.embedding.weight, self._structure.head.weight, info)
         self._check_embedding()
 
@@ -112,6 +112,19 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         """Precision of weights, features and logits."""
         return self.vocabulary.dtype
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """The layers with their embedding and final norm, without the head."""
+        return self._structure.decoder
+
+    @contextlib.contextmanager
+    def taps(self, tap_layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Within the block, this thread's passes fill the yielded mapping: layer id → output [B, T, H]. Also passes of copies of ``decoder``."""
+        if tap_layers:
+            self._check_taps(tap_layers)
+        with self._taps.record(tap_layers) as taps:
+            yield taps
 
     @torch.no_grad()
     def hidden_states(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor | None, tap_layers: Sequence[int]) -> torch.Tensor:
@@ -174,7 +187,7 @@ class TargetModel:
         """
         if tap_layers is not None:
             self._check_taps(tap_layers)
-        arguments: dict[str, Any] = {self._cache_keyword: cache, "logits_to_keep": logits_to_keep}
+        arguments: dict[str, Any] = {self.cache_keyword: cache, "logits_to_keep": logits_to_keep}
         if attention_mask is not None:
             positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
             arguments |= {"attention_mask": attention_mask, "position_ids": positions[:, -ids_BT.shape[1] :]}
