@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dflash_core.checks import advice
 from dflash_core.config import load_config
 from dflash_core.errors import DFlashError, InputError
-from dflash_core.pipeline import StageResult, run_stage, write_summary
+from dflash_core.evaluation import sets_table
+from dflash_core.pipeline import StageResult, evaluation_of, run_stage, write_summary
 from dflash_core.plan import STAGES, Plan
 
 _LAST_STAGE = {"extract": "shards", "train": "train", "evaluate": "evaluate", "run": "export"}
@@ -57,8 +58,18 @@ def _run(plan: Plan, names: tuple[str, ...]) -> dict[str, StageResult]:
             continue
         results[name] = run_stage(plan, name, progress=_Lines(name), on_metrics=_print_metrics)
         state = "cached" if results[name].cached else f"{results[name].seconds:.1f} s"
-        print(f"{name}: {state}  {results[name].manifest.counts}", flush=True)
+        counts = results[name].manifest.counts
+        print(f"{name}: {state}  {counts if name != 'evaluate' else ''}".rstrip(), flush=True)
+        if name == "evaluate":
+            _print_rows(sets_table(evaluation_of(results[name].folder)))
     return results
+
+
+def _print_rows(rows: Sequence[Mapping[str, str]]) -> None:
+    lines = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
 def _print_metrics(step: int, metrics: Mapping[str, float]) -> None:

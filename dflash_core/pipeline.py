@@ -26,7 +26,7 @@ from dflash_core.data import SampleTable, build_responses, write_samples
 from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
-from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, heldout_prompts, set_prompts
+from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, heldout_prompts, set_prompts, sets_table
 from dflash_core.feed import pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardDataset, expected_of, extract
@@ -146,6 +146,8 @@ def write_summary(plan: Plan, results: Mapping[str, StageResult], *, mlflow_run_
         "run": plan.run_id,
         "lossless": figures.lossless,
         "acceptance_length": {"mean_of_requests": trained.acceptance.mean_of_requests, "pooled": trained.acceptance.pooled},
+        "intervals": trained.intervals.model_dump(mode="json") if trained.intervals else None,
+        "sets": {name: found.headline() for name, found in figures.sets.items()},
         "acceptance_length_untrained": figures.untrained.acceptance.mean_of_requests if figures.untrained else None,
         "acceptance_per_position": list(trained.acceptance.per_position),
         "target_passes_saved_per_token": trained.target_passes_saved_per_token,
@@ -315,10 +317,11 @@ def _card_facts(plan: Plan) -> dict[str, object]:
         "training data": f"{samples.counts['train']} conversations, {samples.counts['train_supervised']:,} response tokens" if samples else "",
         "digest of the data": f"`{plan.key('samples')}`",
         "training": f"{config.objective.weighting} weighting, learning rate {config.training.learning_rate:g}, {config.training.schedule}",
-        "evaluated on": f"{figures.prompts} held-out prompts, greedy, {figures.max_new_tokens} new tokens at most, {figures.dtype}, {figures.device}",
+        "evaluated on": f"{figures.prompts} prompts, greedy, {figures.max_new_tokens} new tokens at most, {figures.dtype}, {figures.device}",
         "lossless": f"{figures.lossless:.1%} of the prompts",
         "acceptance length": f"{trained.acceptance.mean_of_requests:.2f} (mean of requests), {trained.acceptance.pooled:.2f} (pooled)",
         "speed": f"{trained.speedup:.2f} times the target alone, same code and caches",
+        **{f"on {row['set']}": f"acceptance length {row['acceptance length']}, speed {row['speed-up']}" for row in sets_table(figures)},
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -13,7 +13,7 @@ from rich.table import Table
 from dflash_core.config import load_config
 from dflash_core.drafter import verify_export
 from dflash_core.errors import DFlashError, InputError, Problem
-from dflash_core.evaluation import EvaluationResult
+from dflash_core.evaluation import EvaluationResult, sets_table
 from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.plan import Plan
 from flows.console import console_watcher
@@ -75,16 +75,22 @@ def export(path: Path, overrides: Sequence[str], to: Path | None) -> Path:
 def print_evaluation(result: EvaluationResult) -> None:
     """Print losslessness, acceptance and speed."""
     console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "after training", "before training"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in acceptance_table(result):
-        table.add_row(*row.values())
-    console.print(table)
+    for rows in (acceptance_table(result), sets_table(result)):
+        print_rows(console, rows)
     trained = result.trained
     beyond = f", {result.diverged_beyond_noise} beyond the noise of rounding" if result.diverged else ""
     console.print(f"lossless on {result.lossless:.1%} of {result.prompts} prompts ({result.diverged} diverged{beyond})")
     console.print(f"{trained.tokens_per_second:,.1f} tokens/s, {trained.baseline_tokens_per_second:,.1f} without the drafter: {trained.speedup:.2f}×")
+
+
+def print_rows(console: Console, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print rows that have the same keys."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
 
 
 def require(plan: Plan, path: Path, name: str) -> None:

@@ -94,6 +94,7 @@ def _record(run: Run, stage: StageRecord, folder: Path) -> None:
     evaluation = evaluation_of(folder)
     run.tracker.log_metrics(evaluation.metrics())  # of the parent too: it is what runs are compared by
     publish(lambda: create_table_artifact(acceptance_table(evaluation), key="acceptance", description="Acceptance of the drafter"))
+    publish(lambda: create_table_artifact(core.sets_table(evaluation), key="evaluation-sets", description="Every set, with 95 % intervals"))
 
 
 def acceptance_table(evaluation: EvaluationResult) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
-from dflash_core.evaluation import EvaluationResult
+from dflash_core.evaluation import EvaluationResult, sets_table
 from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of, write_summary
@@ -33,7 +33,7 @@ def summarise(run: Run) -> Path:
     for artifact, folder in ((path.parent / "plots", "plots"), (path.parent / REPORT, None), (path, None)):
         run.tracker.log_artifact(artifact, folder)
     run.tracker.log_metrics(training_figures(metrics))
-    markdown = in_markdown(summary, links, run.version)
+    markdown = in_markdown(summary, evaluation, links, run.version)
     run.tracker.log_text(markdown, "summary.md")
     publish(lambda: create_markdown_artifact(markdown, key="summary", description=f"Run {run.plan.config.run.name}"))
     return path
@@ -98,7 +98,7 @@ def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(item.get(name, 0.0) for item in metrics) / len(metrics)
 
 
-def in_markdown(summary: Mapping[str, Any], links: Mapping[str, str], version: Version | None) -> str:
+def in_markdown(summary: Mapping[str, Any], evaluation: EvaluationResult, links: Mapping[str, str], version: Version | None) -> str:
     """A page that says whether the drafter is good, where it lies, and how long each stage took."""
     length, speed = summary["acceptance_length"], summary["tokens_per_second"]
     untrained = summary["acceptance_length_untrained"]
@@ -117,11 +117,19 @@ def in_markdown(summary: Mapping[str, Any], links: Mapping[str, str], version: V
         f"| registered as | {linked(str(version or 'not registered'), links.get('model'))} |",
         f"| MLflow | {_mlflow(summary['mlflow_run_id'], links)} |",
         "",
+        *table_in_markdown(sets_table(evaluation)),
+        "",
         "| stage | seconds | |",
         "|---|---:|---|",
     ]
     lines += [f"| {name} | {duration(stage['seconds'])} | {'cached' if stage['cached'] else ''} |" for name, stage in summary["stages"].items()]
     return "\n".join(lines) + "\n"
+
+
+def table_in_markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Rows that have the same keys, as lines of markdown."""
+    lines = [list(rows[0]), ["---"] + ["---:"] * (len(rows[0]) - 1), *([*row.values()] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _mlflow(run_id: str | None, links: Mapping[str, str]) -> str:

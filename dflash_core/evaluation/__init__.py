@@ -5,6 +5,7 @@ from dflash_core.evaluation.lossless import Divergence, find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt, heldout_prompts, set_prompts
 from dflash_core.evaluation.records import PromptRecord, read_records
 from dflash_core.evaluation.result import EvaluationResult, Figures, Measured, PromptFigures
+from dflash_core.evaluation.tables import sets_table
 
 __all__ = [
     "Divergence",
@@ -19,5 +20,6 @@ __all__ = [
     "heldout_prompts",
     "read_records",
     "set_prompts",
+    "sets_table",
     "weights_digest",
 ]

@@ -48,9 +48,9 @@ def draw_acceptance(axes: Any, result: EvaluationResult) -> None:
 
 
 def draw_prompts(axes: Any, result: EvaluationResult) -> None:
-    """Acceptance length of every held-out prompt, sorted, with the mean."""
+    """Acceptance length of every prompt, sorted, with the mean."""
     lengths = sorted((row.acceptance_length for row in result.rows if row.acceptance_length is not None), reverse=True)
-    _style(axes, "Tokens per target pass, prompt by prompt", f"{len(lengths)} held-out prompts, best first", "acceptance length (1 = no drafter)")
+    _style(axes, "Tokens per target pass, prompt by prompt", f"{len(lengths)} prompts, best first", "acceptance length (1 = no drafter)")
     if not lengths:
         return
     axes.bar(range(1, len(lengths) + 1), [length - 1 for length in lengths], bottom=1, color=BLUE, width=0.72)
@@ -59,6 +59,26 @@ def draw_prompts(axes: Any, result: EvaluationResult) -> None:
     axes.annotate(f"mean {mean:.2f}", (len(lengths) + 0.4, mean), xytext=(0, 4), textcoords="offset points", ha="right", fontsize=9, color=ORANGE)
     axes.set_ylim(1.0, max(2.0, 1 + (max(lengths) - 1) * 1.1))
     axes.set_xticks([])
+
+
+def draw_sets(axes: Any, result: EvaluationResult) -> None:
+    """Acceptance length of each set, with its 95 % interval."""
+    _style(axes, "Tokens per target pass, set by set", "acceptance length, 95 % interval (1 = no drafter)", "")
+    axes.grid(axis="x", color=LIGHT, linewidth=0.8)
+    axes.grid(visible=False, axis="y")
+    names = [*result.sets][::-1]
+    for place, name in enumerate(names):
+        trained = result.sets[name].trained
+        mean, interval = trained.acceptance.mean_of_requests, trained.intervals and trained.intervals.acceptance_length
+        if interval:
+            axes.hlines(place, interval.low, interval.high, color=BLUE, linewidth=2.5, alpha=0.45)
+        axes.plot([mean], [place], "o", color=BLUE, markersize=8)
+        axes.annotate(f"{mean:.2f}", (mean, place), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9, color=INK)
+    axes.axvline(result.trained.acceptance.mean_of_requests, color=ORANGE, linewidth=1.5)
+    axes.set_yticks(range(len(names)), [f"{name} ({result.sets[name].prompts})" for name in names])
+    axes.set_ylim(-0.5, len(names) - 0.3)
+    axes.set_xlim(left=1.0)
+    axes.margins(x=0.1)
 
 
 def draw_time(axes: Any, result: EvaluationResult) -> None:

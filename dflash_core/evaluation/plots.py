@@ -32,6 +32,7 @@ from dflash_core.evaluation.panels import (
     draw_memory,
     draw_optimiser,
     draw_prompts,
+    draw_sets,
     draw_throughput,
     draw_time,
 )
@@ -55,6 +56,8 @@ def inline_charts(metrics: Metrics, result: EvaluationResult) -> list[str]:
         lambda axes: draw_prompts(axes, result),
         lambda axes: draw_time(axes, result),
     ]
+    if len(result.sets) > 1:
+        panels.insert(1, lambda axes: draw_sets(axes, result))
     if metrics:
         training = (draw_loss, draw_optimiser, draw_throughput, draw_feed, draw_memory)
         panels += [lambda axes, draw=draw: draw(axes, metrics) for draw in training]  # type: ignore[misc]
@@ -91,12 +94,15 @@ def report_figure(metrics: Metrics, result: EvaluationResult) -> Figure:
 def _draw_heading(figure: Any, result: EvaluationResult) -> None:
     trained = result.trained
     figure.text(0.022, 0.86, f"DFlash drafter for {result.target}", fontsize=16, fontweight="bold", color=INK, va="center")
-    how = f"greedy, {result.prompts} held-out prompts, up to {result.max_new_tokens} new tokens, blocks of {result.block_size}"
+    of_sets = f" of {len(result.sets)} sets" if len(result.sets) > 1 else ", held out"
+    how = f"greedy, {result.prompts} prompts{of_sets}, up to {result.max_new_tokens} new tokens, blocks of {result.block_size}"
     figure.text(0.978, 0.86, how, fontsize=9.5, color=FAINT, ha="right", va="center")
+    intervals = trained.intervals
     before = "" if result.untrained is None else f"\n{result.untrained.acceptance.mean_of_requests:.2f} before training"
+    length = f" ({intervals.acceptance_length.low:.2f}–{intervals.acceptance_length.high:.2f})" if intervals else ""
     tiles = [
         (f"{100 * result.lossless:.0f} %", "of answers are exactly the target's own" if result.dtype == "float32" else "of answers are lossless"),
-        (f"{trained.acceptance.mean_of_requests:.2f}", f"tokens per target pass{before}"),
+        (f"{trained.acceptance.mean_of_requests:.2f}", f"tokens per target pass{length}{before}"),
         (f"{100 * trained.target_passes_saved_per_token:.0f} %", "of the target's passes saved"),
         (
             f"{trained.speedup:.2f}×",

@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from dflash_core.evaluation.panels import Metrics
 from dflash_core.evaluation.plots import inline_charts
 from dflash_core.evaluation.result import EvaluationResult
+from dflash_core.evaluation.tables import sets_table
 from dflash_core.stages import atomic_write
 
 
@@ -43,12 +44,13 @@ class Report:
 def write_report(path: Path, report: Report) -> Path:
     """Write the page; returns its path."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals["range_of"] = lambda interval: f"{interval.low:.2f}–{interval.high:.2f}"
     environment.filters["percent"] = lambda share: f"{100 * share:.1f} %"
     template = environment.from_string(resources.files("dflash_core.evaluation").joinpath("report.html").read_text(encoding="utf-8"))
     evaluation = report.evaluation
     page = template.render(
         report=report, evaluation=evaluation, trained=evaluation.trained, before=evaluation.untrained,
-        charts=inline_charts(report.metrics, evaluation),
+        sets=sets_table(evaluation), charts=inline_charts(report.metrics, evaluation),
     )  # fmt: skip
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")

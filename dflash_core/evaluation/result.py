@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from dflash_core.decoding import Acceptance, Generation, acceptance_length, measure_acceptance
+from dflash_core.decoding.statistics import full_rounds
+from dflash_core.evaluation.intervals import Floats, Interval, Place, bootstrap, ratio
 from dflash_core.evaluation.records import PromptRecord
 
 
@@ -24,6 +26,14 @@ class StageSeconds(_Frozen):
     total: float
 
 
+class Intervals(_Frozen):
+    """95 % confidence intervals of figures, by bootstrap over conversations (``intervals.py``)."""
+
+    acceptance_length: Interval
+    acceptance_length_pooled: Interval
+    speedup: Interval
+
+
 class Figures(_Frozen):
     """A drafter on a set of prompts, beside the target alone on the same prompts.
 
@@ -32,6 +42,7 @@ class Figures(_Frozen):
     target_passes_saved_per_token: passes that the baseline took more, per new token: 0 saves nothing, 1 would be all
     tokens_per_second:             new tokens per second of the whole request, prefill included
     speedup:                       tokens_per_second / baseline_tokens_per_second
+    intervals:                     None where there are fewer than two conversations
     """
 
     prompts: int
@@ -43,6 +54,7 @@ class Figures(_Frozen):
     tokens_per_second: float
     baseline_tokens_per_second: float
     speedup: float
+    intervals: Intervals | None
     seconds: StageSeconds
     baseline_seconds: StageSeconds
 
@@ -90,6 +102,9 @@ class Measured(_Frozen):
             "tokens_per_second": trained.tokens_per_second,
             "baseline_tokens_per_second": trained.baseline_tokens_per_second,
         }
+        if trained.intervals is not None:
+            for name, interval in trained.intervals:
+                figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
         figures |= {f"accepted_slot_{slot}": share for slot, share in enumerate(trained.acceptance.per_position, start=1)}
         if self.untrained is not None:
             figures["acceptance_length_untrained"] = self.untrained.acceptance.mean_of_requests
@@ -123,20 +138,24 @@ class EvaluationResult(Measured):
 
 def measured(records: Sequence[PromptRecord], block_size: int) -> Measured:
     """The figures of these prompts, at least one."""
-    baselines = [record.baseline for record in records]
-    compared = [(record.untrained, record.baseline) for record in records if record.untrained is not None]
+    compared = [record for record in records if record.untrained is not None]
     return Measured(
         prompts=len(records),
         lossless=sum(record.lossless for record in records) / len(records),
         diverged=sum(record.divergence is not None for record in records),
         diverged_beyond_noise=sum(record.divergence is not None and record.divergence.beyond_noise for record in records),
-        trained=figures([record.trained for record in records], baselines, block_size),
-        untrained=figures([drafted for drafted, _ in compared], [baseline for _, baseline in compared], block_size) if compared else None,
+        trained=_figures_of(records, [record.trained for record in records], block_size),
+        untrained=_figures_of(compared, [record.untrained for record in compared if record.untrained], block_size) if compared else None,
     )
 
 
-def figures(generations: Sequence[Generation], baselines: Sequence[Generation], block_size: int) -> Figures:
-    """Sum up a drafter's answers and the target's own to the same prompts."""
+def _figures_of(records: Sequence[PromptRecord], generations: Sequence[Generation], block_size: int) -> Figures:
+    places = [(record.set, record.conversation) for record in records]
+    return figures(generations, [record.baseline for record in records], block_size, places)
+
+
+def figures(generations: Sequence[Generation], baselines: Sequence[Generation], block_size: int, places: Sequence[Place] = ()) -> Figures:
+    """Sum up a drafter's answers and the target's own to the same prompts. Without ``places`` there are no intervals."""
     tokens = sum(len(generation.tokens) for generation in generations)
     passes = sum(generation.target_passes for generation in generations)
     seconds, baseline_seconds = _seconds(generations), _seconds(baselines)
@@ -152,9 +171,27 @@ def figures(generations: Sequence[Generation], baselines: Sequence[Generation], 
         tokens_per_second=speed,
         baseline_tokens_per_second=own_speed,
         speedup=speed / own_speed,
+        intervals=_intervals(generations, baselines, block_size, places) if places else None,
         seconds=seconds,
         baseline_seconds=baseline_seconds,
     )
+
+
+def _intervals(generations: Sequence[Generation], baselines: Sequence[Generation], block_size: int, places: Sequence[Place]) -> Intervals | None:
+    columns = []
+    for generation, baseline in zip(generations, baselines, strict=True):
+        rounds, length = full_rounds(generation, block_size), acceptance_length(generation, block_size)
+        spent = [len(generation.tokens), generation.seconds, len(baseline.tokens), baseline.seconds]
+        columns.append([length or 0.0, length is not None, len(rounds) + sum(rounds), len(rounds), *spent])
+
+    def speedup(sums: Floats) -> Floats:
+        tokens, seconds, own_tokens, own_seconds = sums[..., 4], sums[..., 5], sums[..., 6], sums[..., 7]
+        return (tokens / seconds) / (own_tokens / own_seconds)
+
+    mean = bootstrap(columns, places, lambda sums: ratio(sums[..., 0], sums[..., 1]))
+    pooled = bootstrap(columns, places, lambda sums: ratio(sums[..., 2], sums[..., 3]))
+    faster = bootstrap(columns, places, speedup)
+    return Intervals(acceptance_length=mean, acceptance_length_pooled=pooled, speedup=faster) if mean and pooled and faster else None
 
 
 def prompt_figures(record: PromptRecord, block_size: int) -> PromptFigures:

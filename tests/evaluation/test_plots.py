@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dflash_core.decoding import Generation
-from dflash_core.evaluation import EvaluationResult, PromptRecord
+from dflash_core.evaluation import EvaluationResult, PromptRecord, sets_table
 from dflash_core.evaluation.panels import running_mean, series
 from dflash_core.evaluation.plots import inline_charts, report_figure, write_picture
 from dflash_core.evaluation.report import Report, write_report
@@ -26,17 +26,19 @@ def generation(accepted: list[int], block: int = 4) -> Generation:
     return Generation((5,) * 12, "length", tuple(accepted), drafted, 1 + len(accepted), len(accepted), 1.0, 0.1, 0.2, 0.6)
 
 
-def result(*, untrained: bool, rounds: list[int]) -> EvaluationResult:
+def result(*, untrained: bool, rounds: list[int], sets: tuple[str, ...] = ("heldout",)) -> EvaluationResult:
     records = [
         PromptRecord(
-            key="k", set="heldout", id=f"p{n}", conversation=f"p{n}", prompt_tokens=4, baseline=generation([0] * 11, 1), trained=generation(rounds),
+            key="k", set=name, id=f"p{n}", conversation=f"p{n}", prompt_tokens=4, baseline=generation([0] * 11, 1), trained=generation(rounds),
             untrained=generation([0] * 11) if untrained else None, divergence=None, lossless=True,
         )
+        for name in sets
         for n in range(3)
     ]  # fmt: skip
+    of_sets = {name: measured([record for record in records if record.set == name], 4) for name in sets}
     return EvaluationResult(
         target="tiny", target_digest="t", drafter_digest="d", prompts_digest="p", dtype="float32", device="cpu", threads=1, block_size=4,
-        max_new_tokens=12, temperature=0.0, **dict(measured(records, 4)), sets={"heldout": measured(records, 4)},
+        max_new_tokens=12, temperature=0.0, **dict(measured(records, 4)), sets=of_sets,
         rows=tuple(prompt_figures(record, 4) for record in records),
     )  # fmt: skip
 
@@ -130,3 +132,12 @@ def test_the_page_says_what_matters_first_and_does_without_what_was_not_recorded
     text = page(tmp_path, metrics=[], evaluation=wrong)
     assert "2 of 3 answers are not the" in text
     assert "before this training" not in text
+
+
+def test_several_sets_have_a_chart_and_a_table_and_one_has_no_row_over_all(tmp_path: Path) -> None:
+    several = result(untrained=False, rounds=[3, 0, 1], sets=("heldout", "mtbench"))
+    text = page(tmp_path, metrics=[], evaluation=several)
+    assert text.count("<svg") == 4
+    assert re.findall(r"<tr><td>(heldout|mtbench|overall)</td><td class=\"n\">(\d)", text) == [("heldout", "3"), ("mtbench", "3"), ("overall", "6")]
+    assert "6 prompts of 2 sets" in " ".join(text.split())
+    assert [row["set"] for row in sets_table(result(untrained=False, rounds=[1]))] == ["heldout"]

@@ -9,6 +9,7 @@ import pytest
 
 from tasks.origin import process_tags
 from tasks.summary import in_markdown
+from tests.evaluation.test_plots import result
 
 SUMMARY = {
     "run": "tiny-1", "lossless": 1.0, "acceptance_length": {"mean_of_requests": 1.5, "pooled": 1.4}, "acceptance_length_untrained": None,
@@ -26,10 +27,11 @@ SUMMARY = {
     ],
 )
 def test_the_summary_says_where_the_run_is_recorded(run_id: str | None, links: dict[str, str], words: str) -> None:
-    lines = in_markdown({**SUMMARY, "mlflow_run_id": run_id}, links, None).splitlines()
+    lines = in_markdown({**SUMMARY, "mlflow_run_id": run_id}, result(untrained=False, rounds=[1]), links, None).splitlines()
     assert words in lines
     assert "| registered as | not registered |" in lines
     assert "| untrained | not measured |" in lines
+    assert "| heldout | 3 | 100.0 % | 2.00 (2.00–2.00) | 2.00 (2.00–2.00) |  | 1.00× (1.00–1.00) |" in lines
     assert "| train | 1 min 15 s |  |" in lines
 
 
