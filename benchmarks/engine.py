@@ -183,7 +183,7 @@ def training_config(shape: Shape, devices: list[str], steps: int, **training: An
     settings = {
         "devices": devices, "row_length": shape.T, "num_anchors": shape.N, "rows_per_microstep": shape.B, "queue_rows": 4 * shape.B * len(devices),
         "max_steps": steps, "epochs": 100_000, "checkpoint_every": 10**9, "compare_replicas_every": 100, "log_every": 1, "stall_timeout_s": 120.0,
-        "precision": "bfloat16" if devices[0] != "cpu" else "float32", "compile": "on", **training,
+        "precision": "bfloat16" if devices[0] != "cpu" else "float32", "compile": "on", "cuda_graphs": False, **training,
     }  # fmt: skip
     return parse_config(
         {

@@ -20,7 +20,7 @@ from dflash_core.objective.cross_entropy import softmax_
 from dflash_core.objective.reference import reference_linear_cross_entropy
 from dflash_core.objective.softmax import Softmax
 
-KERNELS = ((2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16), (8192, 16), (16_384, 32))  # block and warps
+KERNELS = ((512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16))  # block and warps
 
 
 def measure_loss(recorder: Recorder, shape: Shape) -> None:

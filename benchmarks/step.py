@@ -39,11 +39,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulate2": {"training": {"accumulation_steps": 2}},
     "host": {},
     "flex": {"training": {"attention": "flex"}},
-    "graphs": {"training": {"cuda_graphs": True}},
+    "ungraphed": {"training": {"cuda_graphs": False}},
     "muon": {"training": {"optimizer": "muon"}},
     "checkpointing": {"training": {"activation_checkpointing": True}},
     "fp8": {"training": {"precision": "fp8"}},
-    "fp8.graphs": {"training": {"precision": "fp8", "cuda_graphs": True}},
 }
 LEARNING_RATE = 6e-4
 

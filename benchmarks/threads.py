@@ -111,7 +111,7 @@ def _process(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 def child(kind: str, device: str, replicas: int, steps: int) -> dict[str, Any]:
     """Train in this process; what came of it."""
     devices = [f"{device}:0" if device == "cuda" else device] * replicas
-    training = {"cuda_graphs": True} if kind == "graphs" else {}
+    training = {"cuda_graphs": kind == "graphs"}
     host = HostTime()
     began = time.monotonic()
     with _unwarmed() if kind == "control" else nullcontext():

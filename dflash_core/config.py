@@ -233,8 +233,9 @@ class TrainingConfig(Section):
         "all_reduce",
         description="What replicas exchange: all_reduce sums all gradients everywhere; sharded gives each replica a part of masters and moments.",
     )
-    cuda_graphs: bool = Field(
-        False, description="Launch each step as CUDA graphs: frees the processor, which many GPUs in one process share. Needs CUDA devices."
+    cuda_graphs: Literal["auto"] | bool = Field(
+        "auto",
+        description="Launch each step as CUDA graphs: frees the processor, which GPUs of a process share; auto does so where the step is compiled.",
     )
     queue_rows: PositiveInt = Field(16, description="Rows that the shared queue holds at most.")
     log_every: PositiveInt = Field(1, description="Steps between two records of metrics.")

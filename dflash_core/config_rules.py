@@ -76,8 +76,8 @@ def _devices(config: PipelineConfig) -> Iterator[Problem]:
     if 1 < len(set(cuda)) < len(cuda):
         message = "several replicas share one of several GPUs, between which NCCL takes one replica each"
         yield Problem("training.devices", devices, message, "Name each GPU once, or one GPU alone")
-    if training.cuda_graphs and not cuda:
-        remedy = "Set training.cuda_graphs to false, or name CUDA devices in training.devices"
+    if training.cuda_graphs is True and not cuda:
+        remedy = "Set training.cuda_graphs to auto, or name CUDA devices in training.devices"
         yield Problem("training.cuda_graphs", True, f"training.devices = {devices} has no CUDA device", remedy)
     if training.sync == "sharded" and training.optimizer == "muon":
         yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dflash_core.objective.softmax import Softmax
 
-BLOCK, NUM_WARPS = 4096, 8  # measured: loads that run ahead gain nothing once several programs share a multiprocessor
+BLOCK, NUM_WARPS = 1024, 4  # 56 registers: all 1,024 rows of a chunk are under way at once on 132 multiprocessors
 FP8_BLOCK, FP8_NUM_WARPS = 16_384, 16  # a tenth faster there
 _HEADROOM: tl.constexpr = tl.constexpr(40.0)
 """How far a logit may lie above the one that exponentials are relative to. e^40 times a vocabulary times a head is far from the end of float32."""
@@ -62,21 +62,29 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     at_label = 0.0
     if label >= 0:
         label_logit = _capped(tl.load(logits_ptr + label).to(tl.float32), softcap, HAS_SOFTCAP)
-        largest = float("-inf")
         origin = float("-inf")
+        beaten = False
         others = tl.zeros([BLOCK], tl.float32)
-        earlier_tie = tl.zeros([BLOCK], tl.int32)
+        columns = tl.arange(0, BLOCK)
+        ahead = tl.load(logits_ptr + columns, mask=columns < VOCABULARY, other=float("-inf"))
         for start in range(0, VOCABULARY, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < VOCABULARY
-            logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
-            logits = tl.where(inside, logits, float("-inf"))
-            tile_largest = tl.max(logits, 0)
-            largest = tl.maximum(largest, tile_largest)
-            if tile_largest > origin + _HEADROOM:  # true of the first tile, and hardly ever again
-                shrink = tl.exp(origin - tile_largest)
+            logits = _capped(ahead.to(tl.float32), softcap, HAS_SOFTCAP)
+            ahead = tl.load(logits_ptr + columns + BLOCK, mask=columns + BLOCK < VOCABULARY, other=float("-inf"))
+            if HAS_SOFTCAP:
+                logits = tl.where(inside, logits, float("-inf"))
+            largest = tl.max(logits, 0)
+            if start + BLOCK <= label:
+                beaten = beaten | (largest >= label_logit)  # argmax takes the first of equal logits
+            else:
+                beaten = beaten | (largest > label_logit)
+                if start <= label:
+                    beaten = beaten | (tl.max(tl.where(columns < label, logits, float("-inf")), 0) >= label_logit)
+            if largest > origin + _HEADROOM:  # true of the first tile, and hardly ever again
+                shrink = tl.exp(origin - largest)
                 others *= shrink
-                origin = tile_largest
+                origin = largest
                 if WANT_GRADIENT:
                     for before in range(0, start, BLOCK):
                         tl.debug_barrier()
@@ -84,7 +92,6 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
                         tl.store(exponentials_ptr + before + tl.arange(0, BLOCK), written.to(exponentials_ptr.dtype.element_ty))
             exponentials = tl.where(columns == label, 0.0, tl.exp(logits - origin))
             others += exponentials
-            earlier_tie = earlier_tie | ((logits == label_logit) & (columns < label)).to(tl.int32)
             if WANT_GRADIENT:
                 if HAS_SOFTCAP:
                     exponentials = exponentials * (1 - logits * logits / (softcap * softcap))
@@ -92,7 +99,7 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
         sum_of_others = tl.sum(others, 0)
         total = sum_of_others + tl.exp(label_logit - origin)
         nll = tl.log(total) + (origin - label_logit)
-        hit = (label_logit >= largest) & (tl.max(earlier_tie, 0) == 0)  # argmax takes the first of equal logits
+        hit = not beaten
         scale = 1 / total
         at_label = -sum_of_others / total
         if HAS_SOFTCAP:

@@ -287,7 +287,7 @@ class Replica:
         with self.on_device():
             self._rehearse(batch)
             self.staging = Staging(batch, self.device)
-            if self._training.cuda_graphs:
+            if self._training.cuda_graphs is True or (self._training.cuda_graphs == "auto" and self.compiled):
                 self.capture(batch)
         torch.cuda.synchronize(self.device)
 
