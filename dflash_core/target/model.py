@@ -161,12 +161,13 @@ class TargetModel:
             return torch.cat([features_BTF[row, : len(ids)] for row, ids in enumerate(documents)])
         self._check_taps(tap_layers)
         depth = max(tap_layers) + 1
-        with self._lock:
-            if depth not in self._packed:
-                self._packed[depth] = PackedDecoder(self._structure, depth)
-        with self._taps.record(tap_layers) as taps:
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()  # for kernels of our own
+        with on_device, self._taps.record(tap_layers) as taps:
+            with self._lock:
+                if depth not in self._packed:
+                    self._packed[depth] = PackedDecoder(self._structure, depth)
             self._packed[depth](Documents.of(documents, self.device))
-        return torch.cat([taps[layer][0] for layer in tap_layers], dim=-1)
+            return torch.cat([taps[layer][0] for layer in tap_layers], dim=-1)
 
     @torch.no_grad()
     def forward(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from dflash_core.target.fused import fused
 from dflash_core.target.structure import Structure, truncated_decoder
 
 ATTENTION = "dflash_packed"
@@ -78,6 +79,8 @@ class PackedDecoder:
 
 def _copy_of_modules(module: torch.nn.Module, configs: dict[int, Any]) -> Any:
     """The same weights and hooks under new modules whose configuration names our attention: other threads may use the old ones meanwhile."""
+    if (fast := fused(module)) is not None:
+        return fast
     clone = copy.copy(module)
     clone._modules = {name: child if child is None else _copy_of_modules(child, configs) for name, child in module._modules.items()}
     config = getattr(module, "config", None)

@@ -1,0 +1,63 @@
+"""Fused norms and gates: in Triton's interpreter on any machine, compiled for a GPU that is not there, and for real on one that is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_core.target.fused import FusedGatedMLP, FusedRMSNorm, fused
+from tests.target.tiny import tiny_model
+
+pytest.importorskip("triton")
+
+
+def test_interpreted_kernels_give_what_the_modules_of_the_target_give() -> None:
+    script = Path(__file__).with_name("interpreted_fused.py")
+    root = script.parents[2]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert finished.stdout.endswith("equal\n")
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (32, 128)])
+def test_the_norm_compiles_for_hopper_with_wide_loads(rows: int, width: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dflash_core.target.fused_kernel import _rms_norm_kernel
+
+    signature = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"rows": "i32", "width": "i32", "eps": "fp32", "offset": "fp32"}
+    constants = {"ROWS": rows, "WIDTH": width, "ROUND_FIRST": True}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 4)}
+    source = ASTSource(fn=_rms_norm_kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+
+
+def test_nothing_is_fused_on_a_processor() -> None:
+    layer = tiny_model("llama").get_decoder().layers[0]
+    assert fused(layer.input_layernorm) is None
+    assert fused(layer.mlp) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("family", "offset", "round_first"), [("llama", 0.0, True), ("gpt_oss", 0.0, False), ("gemma2", 1.0, False)])
+def test_on_the_gpu_the_rounding_of_each_family_is_found(family: str, offset: float, round_first: bool) -> None:
+    layer = tiny_model(family).to("cuda", torch.bfloat16).get_decoder().layers[0]
+    norm = fused(layer.input_layernorm)
+    assert isinstance(norm, FusedRMSNorm)
+    assert (norm.offset, norm.round_first) == (offset, round_first)
+    x = torch.randn(999, 32, device="cuda", dtype=torch.bfloat16)
+    assert (norm(x) != layer.input_layernorm(x)).float().mean() < 0.01
+    if family == "llama":
+        mlp = fused(layer.mlp)
+        assert isinstance(mlp, FusedGatedMLP)
+        torch.testing.assert_close(mlp(x), layer.mlp(x), rtol=2e-2, atol=2e-2)
