@@ -78,6 +78,7 @@ def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
 def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
     named = [("target.device", config.target.device), ("evaluation.device", config.evaluation.device)]
     named += [(f"training.devices.{index}", device) for index, device in enumerate(config.training.devices)]
+    named += [(f"extraction.devices.{index}", device) for index, device in enumerate(config.extraction.devices or ())]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for path, device in named:
         kind, _, index_text = device.partition(":")

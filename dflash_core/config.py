@@ -162,6 +162,9 @@ class ExtractionConfig(Section):
 
     samples_per_shard: PositiveInt = Field(256, description="Samples in one shard file: the unit of resuming.")
     batch_tokens: PositiveInt = Field(8192, description="Most tokens, padding included, in one forward pass of the target.")
+    devices: Annotated[tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...], Field(strict=False)] | None = Field(
+        None, min_length=1, description="One copy of the target and one thread per entry: cpu or cuda:N. Default: target.device. Changes no result."
+    )
     feature_dtype: Literal["bfloat16", "float32", "fp8"] = Field(
         "bfloat16", description="Precision of the stored features. fp8: half the disk of bfloat16, with a scale for each token and layer."
     )

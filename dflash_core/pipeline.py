@@ -233,11 +233,11 @@ def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: Metri
 def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     target, taps = plan.config.target, plan.tap_layers
     planned_steps(plan)
-    model = plan.target_model(target.dtype, target.device)
+    models = plan.target_models(target.dtype, plan.config.extraction.devices or (target.device,))
     return extract(
         plan.config.extraction,
         plan.info,
-        lambda ids_BT, mask_BT: model.hidden_states(ids_BT, mask_BT, taps),
+        [functools.partial(model.packed_hidden_states, tap_layers=taps) for model in models],
         SampleTable.open(plan.folder("samples") / "train.parquet"),
         folder,
         tap_layers=taps,

@@ -11,7 +11,7 @@ the old setting finds the old results.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dflash_core.training import OPERATIONAL
 STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evaluate", "export")
 
 # Raised by hand when a stage gives another result for the same input; results of older versions are then made again.
-CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 1, "train": 2, "evaluate": 2, "export": 1}
+CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 2, "train": 2, "evaluate": 2, "export": 1}
 
 TARGET = "target.json"
 
@@ -68,7 +68,7 @@ class Plan:
         if self._info is not None:
             check_target(config, self._info, source)
         self._input_digests: dict[Path, str] = {}
-        self._target: tuple[torch.dtype, str, TargetModel] | None = None
+        self._targets: dict[tuple[torch.dtype, str], TargetModel] = {}
 
     @property
     def run_folder(self) -> Path:
@@ -94,16 +94,21 @@ class Plan:
 
     def target_model(self, dtype: str, device: str) -> TargetModel:
         """The loaded target; one at a time, shared by the stages that want the same precision and device."""
-        wanted = getattr(torch, dtype)
-        if self._target is None or self._target[:2] != (wanted, device):
-            self._target = None
-            model = TargetModel.from_pretrained(self.info, dtype=wanted, device=device, trust_remote_code=self.config.target.trust_remote_code)
-            self._target = (wanted, device, model)
-        return self._target[2]
+        return self.target_models(dtype, [device])[0]
+
+    def target_models(self, dtype: str, devices: Sequence[str]) -> list[TargetModel]:
+        """The target loaded on some devices; those that other stages left elsewhere or in another precision are let go."""
+        wanted = [(getattr(torch, dtype), device) for device in devices]
+        self._targets = {key: model for key, model in self._targets.items() if key in wanted}
+        for precision, device in wanted:
+            if (precision, device) not in self._targets:
+                trusted = self.config.target.trust_remote_code
+                self._targets[precision, device] = TargetModel.from_pretrained(self.info, dtype=precision, device=device, trust_remote_code=trusted)
+        return [self._targets[key] for key in wanted]
 
     def release_target(self) -> None:
         """Let go of the loaded target and its memory."""
-        self._target = None
+        self._targets = {}
 
     def key(self, name: str) -> str | None:
         """Digest of everything the stage's result depends on; None while that is not known."""
@@ -217,7 +222,7 @@ class Plan:
             "samples": self.key("samples"),
             "taps": list(self.tap_layers),
             "dtype": self.config.target.dtype,
-            "extraction": self.config.extraction.model_dump(mode="json"),
+            "extraction": self.config.extraction.model_dump(mode="json", exclude={"devices"}),  # who made a shard does not change it
         }
 
     def _train_depends_on(self) -> dict[str, Any]:

@@ -98,6 +98,7 @@ def test_a_second_run_finds_every_stage_and_loads_no_target(config: Path, monkey
         ("run.seed=2", AFTER["train"]),
         ("evaluation.num_prompts=2", AFTER["evaluate"]),
         ("run.name=renamed", []),
+        ("extraction.devices=[cpu, cpu]", []),
         ("training.log_every=3", []),
         ("training.queue_rows=4", []),
         ("training.max_nonfinite_steps=5", []),

@@ -1,14 +1,18 @@
 """Run the target over every sample and keep the hidden states of its tapped layers.
 
 A shard's batches are made of its own samples alone, longest first, so a shard that is made again is the same shard, byte
-for byte, whatever was done before it. Work that was finished is found and skipped.
+for byte, whatever was done before it and however many devices share the work. Work that was finished is found and skipped.
 
-Shapes: B samples of a batch, T tokens of the longest of them, t tokens of one sample, F = taps · hidden size.
+Shapes: T tokens of all samples of a batch, t tokens of one sample, F = taps · hidden size.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,23 +23,25 @@ from dflash_core.config import ExtractionConfig
 from dflash_core.errors import ShardError
 from dflash_core.shards.format import DTYPES, INDEX, Column, ShardCard, shard_name
 from dflash_core.shards.fp8 import SCALES, to_fp8
-from dflash_core.shards.writer import OpenShard, ShardWriter
+from dflash_core.shards.overlap import WRITERS, BusyClock, PassClock, Slot, Slots
+from dflash_core.shards.writer import ShardWriter
 from dflash_core.stages import Progress, file_sha256, no_progress
 
 if TYPE_CHECKING:
     from dflash_core.data import SampleTable
     from dflash_core.target import TargetInfo
 
-HiddenStates = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(ids [B, T] int64, mask [B, T] bool, both on the CPU, padded on the right) → features [B, T, F] on any device."""
+HiddenStates = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""Token ids of each sample, int32 [t] on the CPU → features [T, F] of all of them, one after the other, on any device."""
 
+_EXTREMES = "extremes"  # beside the columns of a pass: least and largest value
 _FEATURE_DTYPES: dict[str, Literal["BF16", "F32", "F8_E4M3"]] = {"bfloat16": "BF16", "float32": "F32", "fp8": "F8_E4M3"}
 
 
 def extract(
     config: ExtractionConfig,
     info: TargetInfo,
-    hidden_states: HiddenStates,
+    targets: Sequence[HiddenStates],
     samples: SampleTable,
     folder: Path,
     *,
@@ -47,42 +53,32 @@ def extract(
     """Write the hidden states of all samples into ``folder``, or finish what was begun there.
 
     Args:
-        tap_layers: the layers whose outputs ``hidden_states`` returns, in that order.
+        targets: the target, once for each device; each is called by a thread of its own.
+        tap_layers: the layers whose outputs they return, in that order.
         target_dtype: precision in which the target runs, for the record.
+        progress: its unit tells the speed too, and how much of the time targets wait for the disk.
     Returns:
-        counts: samples, tokens, supervised_tokens, shards, bytes, bytes_per_token, and digest (sha256 of the index, which holds the
-        checksum of every sample).
+        counts: samples, tokens, supervised_tokens, shards, bytes, bytes_per_token, digest (sha256 of the index, which holds the
+        checksum of every sample), and of this call extracted_tokens, tokens_per_second, waited_for_disk_s (targets, added up) and
+        waited_for_target_s (while no writer had work).
     Raises:
         ShardError: the folder holds shards of another target or other settings; a feature is not finite (its sample is named);
             the disk is full. Finished shards are kept, and the same call goes on after the last one.
     """
     card = _card(config, info, samples, tuple(tap_layers), target_dtype, code_version)
     writer = ShardWriter(folder, card)
-    unfinished = set(writer.unfinished())
-    lengths = [int(length) for length in samples.lengths]
-    total = sum(lengths)
-    done = 0
-    for shard in range(card.num_shards):
-        members = card.samples_of(shard)
-        if shard in unfinished:
-            ids = [samples.id(i) for i in members]
-            with writer.shard(shard, ids, [lengths[i] for i in members]) as out:
-                for batch in batches(lengths, members, config.batch_tokens):
-                    _extract_batch(card, hidden_states, samples, batch, members.start, out)
-                    done += sum(lengths[i] for i in batch)
-                    progress(done, total, "tokens")
-        else:
-            done += sum(lengths[i] for i in members)
-            progress(done, total, "tokens")
+    run = _Extraction(config, card, writer, samples, progress)
+    run.work(targets)
     index = writer.finalize()
     return {
         "samples": card.num_samples,
-        "tokens": total,
+        "tokens": run.total,
         "supervised_tokens": pc.sum(index["supervised"]).as_py(),
         "shards": card.num_shards,
         "bytes": sum((folder / shard_name(shard)).stat().st_size for shard in range(card.num_shards)),
         "bytes_per_token": sum(column.token_bytes for column in card.columns),
         "digest": file_sha256(folder / INDEX),
+        **run.speed(),
     }
 
 
@@ -135,40 +131,184 @@ def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -
         yield batch
 
 
-def _extract_batch(card: ShardCard, hidden_states: HiddenStates, samples: SampleTable, batch: list[int], first: int, out: OpenShard) -> None:
-    tokens = [torch.tensor(samples.tokens(i), dtype=torch.int32) for i in batch]
-    ids_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).long()
-    mask_BT = torch.arange(ids_BT.shape[1]) < torch.tensor([len(ids) for ids in tokens])[:, None]
-    features_BTF = hidden_states(ids_BT, mask_BT)
+def stored_columns(card: ShardCard, features_TF: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
+    """The columns of some tokens as they are stored, and the extremes of what must be finite; on the device where the features are."""
     column = card.columns[0]
-    if features_BTF.shape != (*ids_BT.shape, *column.shape):
-        raise ValueError(f"hidden_states returned {tuple(features_BTF.shape)} instead of {(*ids_BT.shape, *column.shape)}")
-    features_BTF = features_BTF.detach()
-    stored = {"features": features_BTF.to(DTYPES[column.dtype])}
-    looked_at = stored["features"]  # after the cast, which can overflow too
+    if features_TF.shape != (tokens, *column.shape):
+        raise ValueError(f"the target returned {tuple(features_TF.shape)} instead of {(tokens, *column.shape)}")
+    features_TF = features_TF.detach()
     if column.dtype == "F8_E4M3":
-        stored["features"], stored[SCALES] = to_fp8(features_BTF, len(card.tap_layers))
-        looked_at = stored[SCALES]
-    # Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
-    if not bool(torch.stack(torch.aminmax(looked_at)).isfinite().all()):
-        _refuse_nonfinite(card, features_BTF if column.dtype == "F8_E4M3" else looked_at, samples, batch, [len(ids) for ids in tokens])
-    stored = {name: value_BT.cpu() for name, value_BT in stored.items()}
-    for row, i in enumerate(batch):
-        loss_mask = torch.tensor(samples.loss_mask(i), dtype=torch.bool)
-        features = {name: value_BT[row, : len(tokens[row])] for name, value_BT in stored.items()}
-        out.write(i - first, {**features, "tokens": tokens[row], "loss_mask": loss_mask})
+        values, scales = to_fp8(features_TF, len(card.tap_layers))
+        return {"features": values, SCALES: scales, _EXTREMES: torch.stack(torch.aminmax(scales))}
+    values = features_TF.to(DTYPES[column.dtype])
+    # Looked at after the cast, which can overflow too. Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
+    return {"features": values, _EXTREMES: torch.stack(torch.aminmax(values))}
 
 
-def _refuse_nonfinite(card: ShardCard, features_BTF: torch.Tensor, samples: SampleTable, batch: list[int], lengths: list[int]) -> None:
-    """Raise for the first sample with a NaN or an infinity; what stands in the padding does not matter."""
-    for row, (i, length) in enumerate(zip(batch, lengths, strict=True)):
-        bad = (~features_BTF[row, :length].isfinite()).nonzero()
+def check_finite(card: ShardCard, stored: dict[str, torch.Tensor], samples: SampleTable, batch: list[int]) -> None:
+    """Raise ``ShardError`` for the first sample with a NaN or an infinity."""
+    if bool(stored[_EXTREMES].isfinite().all()):
+        return
+    values_TN = stored.get(SCALES, stored["features"])  # N: features, or one scale for each layer
+    end = 0
+    for i in batch:
+        begin, end = end, end + int(samples.lengths[i])
+        bad = (~values_TN[begin:end].isfinite()).nonzero()
         if len(bad):
-            position, feature = bad[0].tolist()
-            layer = card.tap_layers[feature // card.hidden_size]
-            value = features_BTF[row, position, feature].item()
+            position, place = bad[0].tolist()
+            layer = card.tap_layers[place * len(card.tap_layers) // values_TN.shape[1]]
+            value = values_TN[begin + position, place].item()
             raise ShardError(
                 f"Sample {samples.id(i)!r}: the target's hidden state is {value} at token {position}, layer {layer} ({len(bad)} such values). "
                 f"Run the target in another precision than {card.target_dtype} (target.dtype), store more precisely (extraction.feature_dtype), "
                 "or take the sample out of the data. Finished shards are kept."
             )
+
+
+class _Extraction:
+    """One call of ``extract``: targets that take shards from one list, writers behind them, and what they count together."""
+
+    def __init__(self, config: ExtractionConfig, card: ShardCard, writer: ShardWriter, samples: SampleTable, progress: Progress):
+        self._card, self._writer, self._samples, self._progress = card, writer, samples, progress
+        self._batch_tokens = config.batch_tokens
+        self._lengths = [int(length) for length in samples.lengths]
+        unfinished = writer.unfinished()
+        self._todo = iter(unfinished)
+        self.total = sum(self._lengths)
+        self._found = self._done = self.total - sum(self._lengths[i] for shard in unfinished for i in card.samples_of(shard))
+        self._open: list[_Shard] = []
+        self._error: BaseException | None = None
+        self._clocks: list[PassClock] = []
+        self._writing = BusyClock()
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def work(self, targets: Sequence[HiddenStates]) -> None:
+        """Make all unfinished shards. Raises what went wrong first; what other threads had begun by then is finished or taken away."""
+        self._tell(0)
+        with ThreadPoolExecutor(WRITERS * len(targets), "shard-writer") as writers, ThreadPoolExecutor(len(targets), "target") as threads:
+            running = [threads.submit(self._run_target, target, writers) for target in targets]
+            try:
+                wait(running)
+            except BaseException as error:  # an interrupt
+                self._fail(error)
+        for shard in self._open:
+            self._error = shard.abandon(self._error) or self._error
+        if self._error is not None:
+            raise self._error
+
+    def speed(self) -> dict[str, Any]:
+        """What this call extracted, how fast, and who waited for whom."""
+        tokens, seconds = self._done - self._found, time.monotonic() - self._began
+        return {
+            "extracted_tokens": tokens,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "waited_for_disk_s": round(sum(clock.waited_s for clock in self._clocks), 3),
+            "waited_for_target_s": round(self._writing.idle_s, 3),
+        }
+
+    def _run_target(self, target: HiddenStates, writers: ThreadPoolExecutor) -> None:
+        """Take one shard after the other, until there are none or something failed."""
+        slots, clock = Slots(max(self._batch_tokens, *self._lengths)), PassClock()
+        self._clocks.append(clock)
+        try:
+            while (shard := self._next_shard()) is not None:
+                for batch in shard.batches:
+                    slot, waited_s = slots.take()
+                    if self._error is not None:
+                        return
+                    clock.begin(waited_s)
+                    tokens = [torch.tensor(self._samples.tokens(i), dtype=torch.int32) for i in batch]
+                    features_TF = target(tokens)
+                    slot.fill(stored_columns(self._card, features_TF, sum(map(len, tokens))))
+                    clock.end(features_TF.device)
+                    writers.submit(self._write, shard, batch, slot, slots)
+            slots.wait_until_free()
+            clock.settle()
+        except BaseException as error:
+            self._fail(error)
+
+    def _next_shard(self) -> _Shard | None:
+        with self._lock:
+            number = next(self._todo, None)
+        if number is None or self._error is not None:
+            return None
+        members = self._card.samples_of(number)
+        opened = _Shard(self._writer, number, self._samples, list(batches(self._lengths, members, self._batch_tokens)))
+        with self._lock:
+            self._open.append(opened)
+        return opened
+
+    def _write(self, shard: _Shard, batch: list[int], slot: Slot, slots: Slots) -> None:
+        try:
+            values = slot.values()
+            with self._writing:
+                if shard.write(batch, values):
+                    with self._lock:
+                        self._open.remove(shard)
+            self._tell(sum(self._lengths[i] for i in batch))
+        except BaseException as error:
+            shard.error = error
+            self._fail(error)
+        finally:
+            slots.give_back(slot)
+
+    def _tell(self, tokens: int) -> None:
+        with self._lock:
+            self._done += tokens
+            speed = self.speed()
+            unit = "tokens"
+            if speed["extracted_tokens"]:
+                unit += f", {speed['tokens_per_second']:,.0f}/s"
+            if speed["waited_for_disk_s"] > 0.01 * (time.monotonic() - self._began):
+                unit += f", {speed['waited_for_disk_s']:,.0f} s waiting for the disk"
+            self._progress(self._done, self.total, unit)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+
+
+class _Shard:
+    """A shard that is being filled by several writers: whoever writes its last batch finishes it."""
+
+    def __init__(self, writer: ShardWriter, number: int, samples: SampleTable, made: list[list[int]]):
+        members = writer.card.samples_of(number)
+        self.batches = made
+        self.error: BaseException | None = None
+        self._card, self._samples, self._first = writer.card, samples, members.start
+        self._stack = contextlib.ExitStack()
+        self._out = self._stack.enter_context(writer.shard(number, [samples.id(i) for i in members], [int(samples.lengths[i]) for i in members]))
+        self._left = len(made)
+        self._lock = threading.Lock()
+
+    def write(self, batch: list[int], stored: dict[str, torch.Tensor]) -> bool:
+        """Write the samples of one batch. Returns whether that was the last one, and the shard is whole."""
+        check_finite(self._card, stored, self._samples, batch)
+        end = 0
+        for i in batch:
+            begin, end = end, end + int(self._samples.lengths[i])
+            tokens = torch.tensor(self._samples.tokens(i), dtype=torch.int32)
+            loss_mask = torch.tensor(self._samples.loss_mask(i), dtype=torch.bool)
+            features = {name: stored[name][begin:end] for name in stored if name != _EXTREMES}
+            self._out.write(i - self._first, {**features, "tokens": tokens, "loss_mask": loss_mask})
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._stack.close()
+        return last
+
+    def abandon(self, error: BaseException | None) -> BaseException | None:
+        """Take away what there is of the shard. Returns its own error, in the words that users understand, if it was the first."""
+        try:
+            with self._stack:
+                raise self.error or _AbandonedError
+        except _AbandonedError:
+            return None
+        except BaseException as clearer:
+            return clearer if self.error is error else None
+
+
+class _AbandonedError(Exception):
+    """Another shard failed."""

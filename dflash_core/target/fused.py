@@ -8,6 +8,7 @@ A norm or an MLP is only replaced if the fused one gives what it gives, on rando
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,7 +22,7 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, norm: Any, offset: float, round_first: bool) -> None:
         super().__init__()
         self.weight = norm.weight
-        self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", None)))
+        self.eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
         self.offset, self.round_first = offset, round_first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ def fused_norm(module: nn.Module) -> nn.Module | None:
     if "RMSNorm" not in type(module).__name__ or set(dict(module.named_parameters())) != {"weight"}:
         return None
     candidates = [FusedRMSNorm(module, offset, round_first) for offset, round_first in ((0.0, True), (0.0, False), (1.0, False))]
-    return _closest(module, candidates, module.weight.shape[-1])  # type: ignore[arg-type]
+    return _closest(module, candidates, candidates[0].weight.shape[-1])
 
 
 def fused_mlp(module: nn.Module) -> nn.Module | None:
@@ -68,7 +69,7 @@ def fused_mlp(module: nn.Module) -> nn.Module | None:
 
 
 @torch.no_grad()
-def _closest(module: nn.Module, candidates: list[nn.Module], width: int) -> nn.Module | None:
+def _closest(module: nn.Module, candidates: Sequence[nn.Module], width: int) -> nn.Module | None:
     """The candidate that comes nearest to ``module``, if that is as near as rounding goes."""
     weight = next(module.parameters())
     x = torch.randn(64, width, generator=torch.Generator(weight.device).manual_seed(0), device=weight.device).to(weight.dtype)

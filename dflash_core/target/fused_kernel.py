@@ -1,7 +1,7 @@
 """Triton kernels for what a layer of the target does between its matrix products: RMSNorm, and the gate of its MLP.
 
-Written out in PyTorch they move each number a dozen times, a quarter of a layer's time on a GPU. They round where Transformers rounds, so features are
-those that the target is served with. Twins: the modules of the target themselves (``fused.py``).
+Written out in PyTorch they move each number a dozen times, a quarter of a layer's time on a GPU. They round where Transformers rounds, so
+features are those that the target is served with. Twins: the modules of the target themselves (``fused.py``).
 """
 # mypy: disable-error-code="no-untyped-def"
 

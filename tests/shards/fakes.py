@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,19 +50,18 @@ class FakeSamples:
         return f"sample-{i:03d}"
 
 
-def hidden_states(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Features that depend on every token up to their own, and on the padded length, as those of a real target may in the last bits."""
-    assert ids_BT.dtype == torch.int64
-    assert mask_BT.dtype == torch.bool
-    past_BT = (ids_BT * mask_BT).cumsum(1).float()
-    return torch.sin(past_BT[..., None] * torch.arange(1, HIDDEN * len(TAPS) + 1)) + ids_BT.shape[1] / 64
+def hidden_states(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Features that depend on every token up to their own, and on the size of the batch, as those of a real target may in the last bits."""
+    assert {ids.dtype for ids in documents} == {torch.int32}
+    past_T = torch.cat([ids.cumsum(0) for ids in documents]).float()
+    return torch.sin(past_T[:, None] * torch.arange(1, HIDDEN * len(TAPS) + 1)) + len(past_T) / 64
 
 
-def run(folder: Path, samples: Any = None, target: Any = hidden_states, info: Any = None, **changes: Any) -> dict[str, Any]:
-    """Extract with the fakes."""
+def run(folder: Path, samples: Any = None, target: Any = hidden_states, info: Any = None, devices: int = 1, **changes: Any) -> dict[str, Any]:
+    """Extract with the fakes, on so many devices."""
     arguments = {"tap_layers": TAPS, "target_dtype": "float32", "code_version": 1} | changes
     config = arguments.pop("config", CONFIG)
-    return extract(config, info or FakeInfo(), target, FakeSamples() if samples is None else samples, folder, **arguments)
+    return extract(config, info or FakeInfo(), [target] * devices, FakeSamples() if samples is None else samples, folder, **arguments)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

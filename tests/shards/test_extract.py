@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +28,11 @@ def test_every_sample_comes_back_as_the_target_gave_it(tmp_path: Path, feature_d
     config = CONFIG.model_copy(update={"feature_dtype": feature_dtype})
     seen: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def target(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        features_BTF = hidden_states(ids_BT, mask_BT)
-        for ids, mask, features in zip(ids_BT, mask_BT, features_BTF, strict=True):
-            seen[tuple(ids[mask].tolist())] = features[mask]
-        return features_BTF
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        features_TF = hidden_states(documents)
+        for ids, features in zip(documents, features_TF.split([len(ids) for ids in documents]), strict=True):
+            seen[tuple(ids.tolist())] = features
+        return features_TF
 
     counts = run(tmp_path, samples, target, config=config)
     dataset = ShardDataset(tmp_path)
@@ -68,7 +71,7 @@ def test_finished_shards_are_not_made_again(tmp_path: Path) -> None:
     run(tmp_path)
     before = contents(tmp_path)
 
-    def never(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    def never(documents: Sequence[torch.Tensor]) -> torch.Tensor:
         raise AssertionError("the target ran")
 
     run(tmp_path, target=never)
@@ -82,10 +85,10 @@ def test_only_a_lost_or_truncated_shard_is_made_again(tmp_path: Path) -> None:
     os.truncate(tmp_path / "shard-00002.safetensors", 100)
     extracted = 0
 
-    def counting(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    def counting(documents: Sequence[torch.Tensor]) -> torch.Tensor:
         nonlocal extracted
-        extracted += len(ids_BT)
-        return hidden_states(ids_BT, mask_BT)
+        extracted += len(documents)
+        return hidden_states(documents)
 
     run(tmp_path, target=counting)
     assert extracted == 8
@@ -95,10 +98,9 @@ def test_only_a_lost_or_truncated_shard_is_made_again(tmp_path: Path) -> None:
 def test_a_batch_is_of_one_shard_and_bounded(tmp_path: Path) -> None:
     sizes = []
 
-    def target(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        assert bool((mask_BT.int().diff(dim=1) <= 0).all()), "padding is on the right"
-        sizes.append(ids_BT.numel())
-        return hidden_states(ids_BT, mask_BT)
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        sizes.append(len(documents) * max(map(len, documents)))
+        return hidden_states(documents)
 
     run(tmp_path, target=target)
     assert max(sizes) <= CONFIG.batch_tokens
@@ -138,12 +140,14 @@ def test_a_nonfinite_feature_names_its_sample_token_and_layer_and_the_rest_is_ke
     samples = FakeSamples()
     victim = samples.tokens(9)
 
-    def broken(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        features_BTF = hidden_states(ids_BT, mask_BT).double()
-        for row, ids in enumerate(ids_BT):
-            if ids[: len(victim)].tolist() == victim.tolist():
-                features_BTF[row, 2, HIDDEN + 3] = value
-        return features_BTF
+    def broken(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        features_TF = hidden_states(documents).double()
+        begin = 0
+        for ids in documents:
+            if ids.tolist() == victim.tolist():
+                features_TF[begin + 2, HIDDEN + 3] = value
+            begin += len(ids)
+        return features_TF
 
     with pytest.raises(ShardError, match=r"'sample-009'.*token 2, layer 4"):
         run(tmp_path, samples, broken)
@@ -155,12 +159,54 @@ def test_a_nonfinite_feature_names_its_sample_token_and_layer_and_the_rest_is_ke
     assert contents(tmp_path) == contents(tmp_path.parent / "undisturbed")
 
 
-def test_nonfinite_padding_is_no_error(tmp_path: Path) -> None:
-    def target(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        return hidden_states(ids_BT, mask_BT).masked_fill(~mask_BT[..., None], float("nan"))
+@pytest.mark.parametrize("devices", [2, 3])
+def test_the_number_of_devices_changes_no_byte(tmp_path: Path, devices: int) -> None:
+    """Three devices are more than may be at work at the end; each shard is made by one of them."""
+    threads: set[str] = set()
 
-    run(tmp_path, target=target)
-    assert verify_shards(tmp_path) == []
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.01)
+        return hidden_states(documents)
+
+    run(tmp_path / "several", FakeSamples(40), target, devices=devices)
+    run(tmp_path / "one", FakeSamples(40))
+    assert len(threads) == devices
+    assert contents(tmp_path / "several") == contents(tmp_path / "one")
+
+
+def test_what_one_device_cannot_do_stops_the_others_and_can_be_gone_on_with(tmp_path: Path) -> None:
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        if any(len(ids) == 39 for ids in documents):
+            raise RuntimeError("out of memory")
+        time.sleep(0.002)
+        return hidden_states(documents)
+
+    samples = FakeSamples(lengths=[20] * 90 + [39] + [20] * 400)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(tmp_path / "stopped", samples, target, devices=2)
+    assert not list((tmp_path / "stopped").rglob("*.tmp"))
+    assert len(list((tmp_path / "stopped").glob("shard-*"))) < 60
+    run(tmp_path / "stopped", samples)
+    run(tmp_path / "undisturbed", samples)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "undisturbed")
+
+
+def test_a_slow_disk_is_told_from_a_slow_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.02)
+        return hidden_states(documents)
+
+    counts = run(tmp_path / "slow-target", FakeSamples(40), slow)
+    assert counts["waited_for_target_s"] > 0.2
+    assert counts["waited_for_disk_s"] < counts["waited_for_target_s"] / 2
+    original = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: (time.sleep(0.005), original(*arguments))[1])
+    units: list[str] = []
+    counts = run(tmp_path / "slow-disk", FakeSamples(40), progress=lambda done, total, unit: units.append(unit))
+    assert counts["waited_for_disk_s"] > 0.05
+    assert "tokens, " in units[-1]
+    assert "waiting for the disk" in units[-1]
 
 
 @pytest.mark.parametrize(("function", "call"), [("posix_fallocate", 2), ("pwrite", 9), ("fsync", 1), ("fsync", 5)])
@@ -186,7 +232,7 @@ def test_a_full_disk_is_a_clear_error_that_can_be_resumed(tmp_path: Path, monkey
 
 def test_a_target_that_returns_another_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="instead of"):
-        run(tmp_path, target=lambda ids_BT, mask_BT: hidden_states(ids_BT, mask_BT)[..., 1:])
+        run(tmp_path, target=lambda documents: hidden_states(documents)[..., 1:])
 
 
 def test_no_samples_is_an_error(tmp_path: Path) -> None:

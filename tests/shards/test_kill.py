@@ -26,7 +26,7 @@ def test_killed_before_any_call_into_the_disk_and_run_again_the_dataset_is_byte_
 
 def test_killed_from_outside_while_a_shard_is_being_written_the_dataset_is_byte_identical(tmp_path: Path) -> None:
     slow = "import sys, time, pathlib; from tests.shards.fakes import run, hidden_states\n"
-    slow += "def target(ids, mask):\n    time.sleep(0.05); return hidden_states(ids, mask)\n"
+    slow += "def target(documents):\n    time.sleep(0.05); return hidden_states(documents)\n"
     slow += "run(pathlib.Path(sys.argv[1]), target=target)"
     folder = tmp_path / "killed"
     process = subprocess.Popen([sys.executable, "-c", slow, str(folder)], cwd=ROOT, env=ENVIRONMENT)

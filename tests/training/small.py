@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,13 @@ def make_shards(folder: Path, info: TargetInfo = INFO) -> ShardDataset:
     """Shards whose features are, as in ``SmallRows``, the embeddings of the next two tokens."""
     embeddings = vocabulary().embedding_weight
 
-    def hidden_states(ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        return torch.cat([embeddings[ids_BT.roll(-1, dims=1)], embeddings[ids_BT.roll(-2, dims=1)]], dim=-1)
+    def hidden_states(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([torch.cat([embeddings[ids.roll(-1)], embeddings[ids.roll(-2)]], dim=-1) for ids in documents])
 
     settings = ExtractionConfig(samples_per_shard=16, batch_tokens=256, feature_dtype="bfloat16")
     taps = default_tap_layers(info.num_layers, TAPS)
     samples: Any = SmallSamples()
-    extract(settings, info, hidden_states, samples, folder, tap_layers=taps, target_dtype="float32", code_version=1)
+    extract(settings, info, [hidden_states], samples, folder, tap_layers=taps, target_dtype="float32", code_version=1)
     return ShardDataset(folder)
 
 
