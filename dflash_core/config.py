@@ -65,7 +65,7 @@ class PromptSource(Section):
 
     source: str = Field(
         min_length=1,
-        description="A .jsonl, .jsonl.gz or .parquet file, a .log of vLLM, 'hf://owner/dataset' (pinned by '@revision'), or 'builtin:python-tasks'.",
+        description="A .jsonl, .jsonl.gz or .parquet file, a .log of vLLM, 'hf://owner/dataset' (pinned by '@revision'), or a 'builtin:…' one.",
     )
     split: str = Field("train", description="Split of a Hugging Face dataset; ignored for files.")
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")

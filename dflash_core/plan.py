@@ -20,6 +20,7 @@ import torch
 
 from dflash_core.checks import check_environment, check_target
 from dflash_core.config import FilterConfig, PipelineConfig, digest_of
+from dflash_core.data.builtin import versions_of
 from dflash_core.data.driver import OF_ENDPOINTS, settings_of
 from dflash_core.drafter import chosen_tap_layers
 from dflash_core.errors import DFlashError, TargetError
@@ -192,6 +193,8 @@ class Plan:
             "target": self.info.digest,
             "tokenizer": [self.info.tokenizer_digest, self.info.template_digest],
         }
+        if versions := {item.source: found for item in data.sources if (found := versions_of(item.source))}:
+            depends["versions"] = versions
         if data.filters != FilterConfig():
             depends["filters"] = data.filters.model_dump(mode="json")
         if data.regenerate != "never":

@@ -109,6 +109,20 @@ def validate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 @told
+def prompts(
+    config: ConfigPath, out: Annotated[Path, typer.Argument(help="The file to write: .jsonl or .jsonl.gz.")], overrides: Overrides = None
+) -> None:
+    """Write all prompts of CONFIG into one file.
+
+    For a machine that cannot reach their sources: it is a source itself there, in data.sources. Mixed, so that any limit takes a fair part.
+    """
+    from flows.write_prompts import write
+
+    write(config, overrides or [], out)
+
+
+@app.command()
+@told
 def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,

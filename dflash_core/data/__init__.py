@@ -3,7 +3,7 @@
 from dflash_core.data.prompts import read_prompts
 from dflash_core.data.rejects import RejectLog
 from dflash_core.data.render import render_prompt, render_sample
-from dflash_core.data.responses import build_responses, read_responses, save_response_cache
+from dflash_core.data.responses import build_responses, read_responses, save_response_cache, write_prompts
 from dflash_core.data.samples import SampleTable, write_samples
 from dflash_core.data.types import Conversation, Message, Response, Sample
 
@@ -20,5 +20,6 @@ __all__ = [
     "render_prompt",
     "render_sample",
     "save_response_cache",
+    "write_prompts",
     "write_samples",
 ]

@@ -120,6 +120,38 @@ def save_response_cache(config: PipelineConfig, tokenizer: Any, responses_folder
     return write_response_cache(path, entries)
 
 
+def write_prompts(config: PipelineConfig, tokenizer: Any, path: Path) -> dict[str, int]:
+    """Write down the conversations that ``build_responses`` would answer: a JSONL source of its own, for machines that cannot reach the others.
+
+    The order is that of digests of the ids, whatever the sources' order, so that any ``limit`` takes a fair part of each.
+
+    Args:
+        path: ends in ``.jsonl`` or ``.jsonl.gz``.
+
+    Returns:
+        counts: rows, rejected, filtered, duplicates, conversations. What was rejected or left out is listed beside, in ``<name>.rejected.jsonl``.
+
+    Raises:
+        DataError: a source cannot be read, too many rows are rejected, none is left, or ``path`` has another ending.
+    """
+    if not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
+        raise DataError(str(path), [Problem("OUT", str(path), "is written as JSON lines", "Name a file that ends in .jsonl or .jsonl.gz")])
+    with RejectLog(path.with_name(f"{path.name}.rejected.jsonl")) as rejected:
+        conversations, duplicates = _select(config, tokenizer, rejected)
+        counts = {"rows": rejected.seen, "rejected": rejected.count, "filtered": rejected.filtered, "duplicates": duplicates}
+    if not rejected.count + rejected.filtered:
+        rejected.path.unlink()
+    lines = []
+    for conversation in sorted(conversations, key=lambda item: hashlib.sha256(item.id.encode()).digest()):
+        messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
+        row = {"id": conversation.id, "group": conversation.group, "messages": messages}
+        lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+    content = b"".join(lines)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(gzip.compress(content, mtime=0) if path.name.lower().endswith(".gz") else content)
+    return counts | {"conversations": len(conversations)}
+
+
 def normalised(text: str) -> str:
     """Text in the form in which prompts are compared: Unicode NFC, white space runs as one blank."""
     return " ".join(unicodedata.normalize("NFC", text).split())

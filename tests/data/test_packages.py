@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dflash_core.data import builtin, packages
-from dflash_core.data.packages import default_cache_dir, fetch_package_file
+from dflash_core.data.packages import default_cache_dir, fetch_package_file, fetch_package_files
 from dflash_core.errors import DataError
 
 CONTENT = b"content of the file"
@@ -52,6 +52,13 @@ def test_a_file_is_fetched_once_and_nothing_else_is_left(tmp_path: Path, pip: Fa
     assert path.read_bytes() == CONTENT
     assert pip.calls == 1
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["data.bin"]
+
+
+def test_several_files_of_a_package_take_one_download(tmp_path: Path, pip: FakePip) -> None:
+    members = {"thing/data.bin": SHA256, "thing/code.py": hashlib.sha256(b"raise SystemExit").hexdigest()}
+    paths = fetch_package_files("thing==1.0", members, tmp_path)
+    assert [path.read_bytes() for path in paths] == [CONTENT, b"raise SystemExit"]
+    assert pip.calls == 1
 
 
 def test_a_damaged_copy_is_fetched_again(tmp_path: Path, pip: FakePip) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dflash_core.config import GenerationConfig
-from dflash_core.data import Response, build_responses, read_responses, render_prompt, save_response_cache
+from dflash_core.data import RejectLog, Response, build_responses, read_prompts, read_responses, render_prompt, save_response_cache, write_prompts
 from dflash_core.data.cache import Journal, cache_key, read_response_cache, write_response_cache
 from dflash_core.errors import DataError
 from tests.data import tiny
@@ -260,3 +260,31 @@ def test_progress_reaches_the_number_of_turns(tmp_path: Path) -> None:
     counts = build_responses(config, tokenizer, Echo(tokenizer), tmp_path / "out", target_digest="t", progress=lambda *step: seen.append(step))
     assert seen[-1] == (counts["turns"], counts["turns"], "responses")
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+
+
+def test_prompts_are_written_mixed_and_read_back_as_the_same_conversations(tmp_path: Path) -> None:
+    first, *others = _many(30)
+    rows = [first, *others, {**first, "id": "again"}, _chat("a", "", "b")]
+    config = make_config(_write(tmp_path / "rows.jsonl", rows), system_prompt="Be brief.")
+    for name in ("a.jsonl.gz", "b.jsonl.gz", "c.jsonl"):
+        counts = write_prompts(config, make_tokenizer(tiny.CHATML), tmp_path / name)
+    assert counts == {"rows": 32, "rejected": 0, "filtered": 0, "duplicates": 1, "conversations": 31}
+    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
+
+    def conversations(source: Path) -> list[Any]:
+        with RejectLog(tmp_path / "rejected.jsonl") as rejected:
+            return list(read_prompts(make_config(str(source), system_prompt="Be brief.").data, rejected))
+
+    written = conversations(tmp_path / "a.jsonl.gz")
+    assert written == conversations(tmp_path / "c.jsonl")
+    assert sorted(written, key=str) == sorted((item for item in conversations(tmp_path / "rows.jsonl") if item.id != "again"), key=str)
+    assert [item.id for item in written] != sorted(item.id for item in written), "mixed, so that any limit takes a fair part"
+    assert not list(tmp_path.glob("*.rejected.jsonl"))
+
+
+def test_prompts_that_are_not_written_are_listed_beside(tmp_path: Path) -> None:
+    config = make_config(_write(tmp_path / "rows.jsonl", [*_many(), {"prompt": 1}]))
+    assert write_prompts(config, make_tokenizer(tiny.CHATML), tmp_path / "out.jsonl")["rejected"] == 1
+    assert "must be text or a list of messages" in (tmp_path / "out.jsonl.rejected.jsonl").read_text()
+    with pytest.raises(DataError, match=r"ends in .jsonl or .jsonl.gz"):
+        write_prompts(config, make_tokenizer(tiny.CHATML), tmp_path / "out.csv")
