@@ -6,8 +6,11 @@ speculators_*, layer ids counted from 1               speculators, and ``vllm se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from dflash_core.drafter.config import DFlashConfig
 from dflash_core.drafter.rope import rope_problem
@@ -74,49 +77,101 @@ def to_serving(config: DFlashConfig, dtype: str, target_architectures: Sequence[
     }
 
 
+_Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+
+
+class _DFlashFields(BaseModel):
+    target_layer_ids: Annotated[tuple[Annotated[int, Field(strict=True)], ...], Field(min_length=1)]  # in what range: the target knows
+    mask_token_id: Annotated[int, Field(strict=True, ge=0)]
+
+
+class _Verifier(BaseModel):
+    name_or_path: str | None = None
+
+
+class _SpeculatorsFields(BaseModel):
+    verifier: _Verifier | None = None
+
+
+class _Fields(BaseModel):
+    """What is read of a ``config.json``; whatever else it holds is not looked at."""
+
+    num_target_layers: _Count
+    dflash_config: _DFlashFields
+    hidden_size: _Count
+    intermediate_size: _Count
+    num_hidden_layers: Annotated[int, Field(strict=True, ge=1, le=10_000)]
+    num_attention_heads: _Count
+    num_key_value_heads: _Count
+    head_dim: _Count
+    vocab_size: _Count
+    rms_norm_eps: Annotated[float, Field(gt=0.0, lt=1.0)]
+    max_position_embeddings: _Count
+    block_size: Annotated[int, Field(strict=True, ge=2, le=2**31 - 1)]
+    rope_theta: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    attention_bias: bool | None = None
+    sample_from_anchor: bool | None = None
+    speculators_model_type: str = "dflash"
+    speculators_config: _SpeculatorsFields | None = None
+
+
 def from_serving(fields: Mapping[str, Any], source: str) -> DFlashConfig:
     """Read a drafter's ``config.json``, ours or z-lab's.
 
     Raises:
-        CheckpointError: a field is missing or of a drafter that is not supported; names ``source`` and the field.
+        CheckpointError: a field is missing, of the wrong kind, or of a drafter that is not supported; names ``source`` and the field.
     """
-
-    def need(*path: str) -> Any:
-        node: Any = fields
-        for key in path:
-            if not isinstance(node, Mapping) or key not in node:
-                raise CheckpointError(f"{source}: expected the field {'.'.join(path)}, found none. Export the drafter again, or add the field.")
-            node = node[key]
-        return node
-
-    spec_name = fields.get("speculators_model_type", "dflash")
-    if spec_name not in SPECS or bool(fields.get("sample_from_anchor", False)) != SPECS[spec_name].sample_from_anchor:
-        found = f"{spec_name!r} with sample_from_anchor = {fields.get('sample_from_anchor')}"
+    try:
+        read = _Fields.model_validate(dict(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            raise CheckpointError(f"{source}: expected the field {path}, found none. Export the drafter again, or add the field.") from None
+        message = f"{source}: {path} = {first['input']!r}: {first['msg']}. Export the drafter again, or correct the field."
+        raise CheckpointError(message) from None
+    name = read.speculators_model_type
+    if name not in SPECS or bool(read.sample_from_anchor) != SPECS[name].sample_from_anchor:
+        found = f"{name!r} with sample_from_anchor = {read.sample_from_anchor}"
         raise CheckpointError(f"{source}: expected a drafter of a variant in {', '.join(SPECS)}, found {found}. Train one with this project.")
-    if fields.get("attention_bias"):
-        raise CheckpointError(f"{source}: expected attention_bias = false, found {fields['attention_bias']}. Drafters with biases are not supported.")
-    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    if read.attention_bias:
+        raise CheckpointError(f"{source}: expected attention_bias = false, found true. Drafters with biases are not supported.")
+    verifier = read.speculators_config.verifier if read.speculators_config else None
+    return DFlashConfig(
+        target_name=(verifier.name_or_path if verifier else None) or "",
+        num_target_layers=read.num_target_layers,
+        tap_layers=read.dflash_config.target_layer_ids,
+        hidden_size=read.hidden_size,
+        intermediate_size=read.intermediate_size,
+        num_layers=read.num_hidden_layers,
+        num_heads=read.num_attention_heads,
+        num_kv_heads=read.num_key_value_heads,
+        head_dim=read.head_dim,
+        vocab_size=read.vocab_size,
+        rms_norm_eps=read.rms_norm_eps,
+        rope_parameters=_rope(read, source),
+        max_position_embeddings=read.max_position_embeddings,
+        block_size=read.block_size,
+        mask_token_id=read.dflash_config.mask_token_id,
+        spec_name=name,
+    )
+
+
+def _rope(read: _Fields, source: str) -> dict[str, Any]:
+    rope = dict(read.rope_parameters or read.rope_scaling or {})
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
-    rope["rope_theta"] = float(rope["rope_theta"] if "rope_theta" in rope else need("rope_theta"))
+    theta = rope.get("rope_theta", read.rope_theta)
+    if theta is None:
+        raise CheckpointError(f"{source}: expected the field rope_theta, found none. Export the drafter again, or add the field.")
+    for key in ("rope_theta", "factor"):
+        value = theta if key == "rope_theta" else rope.get(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            message = f"{source}: {key} = {value!r}: a rope needs a positive number. Export the drafter again, or correct the field."
+            raise CheckpointError(message)
+    rope["rope_theta"] = float(theta)
     problem = rope_problem(rope, "rope_parameters")
     if problem:
         raise CheckpointError(f"{source}: {problem}")
-    verifier = (fields.get("speculators_config") or {}).get("verifier") or {}
-    return DFlashConfig(
-        target_name=verifier.get("name_or_path") or "",
-        num_target_layers=need("num_target_layers"),
-        tap_layers=tuple(need("dflash_config", "target_layer_ids")),
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
-        num_heads=need("num_attention_heads"),
-        num_kv_heads=need("num_key_value_heads"),
-        head_dim=need("head_dim"),
-        vocab_size=need("vocab_size"),
-        rms_norm_eps=need("rms_norm_eps"),
-        rope_parameters=rope,
-        max_position_embeddings=need("max_position_embeddings"),
-        block_size=need("block_size"),
-        mask_token_id=need("dflash_config", "mask_token_id"),
-        spec_name=spec_name,
-    )
+    return rope

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -90,4 +91,26 @@ def test_a_truncated_file_and_a_missing_field_are_errors_that_name_them(tmp_path
     del fields["dflash_config"]["target_layer_ids"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"expected the field dflash_config\.target_layer_ids"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("hidden_size",), "wide"), (("hidden_size",), 2.5), (("hidden_size",), True), (("head_dim",), None), (("num_hidden_layers",), 10**12),
+        (("vocab_size",), -1), (("block_size",), 1), (("rms_norm_eps",), "small"), (("dflash_config",), []),
+        (("dflash_config", "target_layer_ids"), 3),
+        (("dflash_config", "target_layer_ids"), []), (("dflash_config", "mask_token_id"), None), (("rope_parameters",), "default"),
+        (("rope_parameters", "rope_theta"), "1e6"), (("rope_parameters", "rope_theta"), -1), (("speculators_config",), "yes"),
+    ],
+)  # fmt: skip
+def test_a_field_of_the_wrong_kind_is_an_error_that_names_it_and_what_it_holds(tmp_path: Path, path: tuple[str, ...], value: object) -> None:
+    save_checkpoint(small_drafter(), tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    holder = fields
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{path[-1]}.* = {re.escape(repr(value))}"):
         load_checkpoint(tmp_path)
