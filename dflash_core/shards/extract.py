@@ -65,7 +65,7 @@ def extract(
         ShardError: the folder holds shards of another target or other settings; a feature is not finite (its sample is named);
             the disk is full. Finished shards are kept, and the same call goes on after the last one.
     """
-    card = _card(config, info, samples, tuple(tap_layers), target_dtype, code_version)
+    card = card_of(config, info, samples, tuple(tap_layers), target_dtype, code_version)
     writer = ShardWriter(folder, card)
     run = _Extraction(config, card, writer, samples, progress)
     run.work(targets)
@@ -82,9 +82,10 @@ def extract(
     }
 
 
-def _card(
+def card_of(
     config: ExtractionConfig, info: TargetInfo, samples: SampleTable, tap_layers: tuple[int, ...], target_dtype: str, code_version: int
 ) -> ShardCard:
+    """The card of a dataset that is to be made. Raises ``ShardError`` where there are no samples."""
     if len(samples) == 0:
         raise ShardError("There are no samples to extract hidden states of. Add prompts, or see rejected.jsonl for why they were left out.")
     return ShardCard(
