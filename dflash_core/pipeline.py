@@ -206,7 +206,7 @@ def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: Met
     target = plan.config.target
 
     def generate(prompts: list[list[int]], generation: Any, /, *, seeds: list[int]) -> Any:
-        return plan.target_model(target.dtype, target.device).generate(prompts, generation, seeds=seeds)  # loaded when it is first needed
+        return plan.target_model(target.dtype, target.device).answers(prompts, generation, seeds=seeds)  # loaded when it is first needed
 
     data, tokenizer = plan.config.data, load_tokenizer(plan.info.path, target.trust_remote_code)
     with contextlib.ExitStack() as stack:

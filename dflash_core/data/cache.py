@@ -2,7 +2,7 @@
 
 Cache: JSON lines (gzipped where the name ends in .gz), one response a line, each with all it depends on:
 ``{"target": digest, "generation": digest, "prompt": digest, "tokens": [...], "finish_reason": "stop"}``. Files can be
-concatenated. Journal: one line per generated batch, synced before the next batch begins; a torn last line is dropped.
+concatenated. Journal: one line per response, synced before anything is made of it; a torn last line is dropped.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def response_from(record: Any) -> Response:
 
 
 class Journal:
-    """Finished batches on disk, found again by key after the process was killed at any moment."""
+    """Responses on disk, found again by key after the process was killed at any moment."""
 
     def __init__(self, path: Path):
         self._file = path.open("a+b")
@@ -94,7 +94,7 @@ class Journal:
         end = 0
         for line in self._file:
             try:
-                key = json.loads(line)["batch"] if line.endswith(b"\n") else None
+                key = json.loads(line)["key"] if line.endswith(b"\n") else None
             except (ValueError, KeyError, TypeError):
                 key = None
             if key is None:  # torn by a crash: all after it is generated again
@@ -103,21 +103,23 @@ class Journal:
             end += len(line)
         self._file.truncate(end)
 
-    def get(self, key: str) -> list[Response] | None:
-        """The responses of a finished batch, or None."""
+    def get(self, key: str) -> Response | None:
+        """A response that is there, or None."""
         if key not in self._places:
             return None
         self._file.seek(self._places[key])
-        return [response_from(record) for record in json.loads(self._file.readline())["responses"]]
+        return response_from(json.loads(self._file.readline()))
 
-    def append(self, key: str, responses: Sequence[Response]) -> None:
-        """Record a batch; it is on disk when this returns."""
+    def append(self, responses: Iterable[tuple[str, Response]]) -> None:
+        """Record responses under their keys; all are on disk when this returns."""
         place = self._file.seek(0, os.SEEK_END)
-        record = {"batch": key, "responses": [response_record(response) for response in responses]}
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        places = {}
+        for key, response in responses:
+            places[key] = place
+            place += self._file.write(json.dumps({"key": key, **response_record(response)}, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._places[key] = place
+        self._places |= places
 
     def __enter__(self) -> Journal:
         return self

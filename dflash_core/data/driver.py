@@ -1,4 +1,4 @@
-"""Conversations answered turn by turn: by the target loaded here, batch by batch, or by endpoints, request by request.
+"""Conversations answered turn by turn: by the target loaded here, or by endpoints, request by request.
 
 Either way a response is in the journal before anything is made of it, and conversations come out in the order of the data.
 """
@@ -9,8 +9,9 @@ import hashlib
 import json
 import logging
 import queue
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,16 +24,20 @@ from dflash_core.data.types import Conversation, Message, Response
 from dflash_core.errors import Problem
 from dflash_core.stages import Progress
 
-_BATCHES_PER_WINDOW = 16  # conversations in flight together; prompts of one length share a batch within it
+_BATCHES_PER_WINDOW = 16  # conversations in flight together
+_SYNC_SECONDS = 1.0  # what a kill may cost of the answers of the target here: a sync of the disk for each would hold up the GPU
 OF_ENDPOINTS = {"truncated", "endpoints", "request_timeout_s", "retries"}  # settings on which what the target here says does not depend
 
 logger = logging.getLogger(__name__)
 
 
 class Generate(Protocol):
-    """What a target offers: responses to prompts (token ids), in their order; prompt i draws from its own ``seeds[i]`` when sampling."""
+    """What a target offers: the response to each prompt (token ids) with the prompt's index, in any order, as they are ready.
 
-    def __call__(self, prompts: list[list[int]], generation: GenerationConfig, /, *, seeds: list[int]) -> list[Response]: ...
+    Prompt i draws from its own ``seeds[i]`` when sampling. A response depends on its prompt and seed, not on the others.
+    """
+
+    def __call__(self, prompts: list[list[int]], generation: GenerationConfig, /, *, seeds: list[int]) -> Iterable[tuple[int, Response]]: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Driver:
         self.generated = self.from_cache = self.dropped = 0
 
     def by_target(self, conversations: Sequence[Conversation], generate: Generate) -> Iterator[Answered]:
-        """The conversations with all assistant turns generated here, in order, window by window, batch by batch."""
+        """The conversations with all assistant turns generated here, in order, window by window, all first turns together, then all second ones."""
         width = _BATCHES_PER_WINDOW * self._generation.batch_size
         total = _turns(conversations)
         for start in range(0, len(conversations), width):
@@ -121,7 +126,7 @@ class Driver:
                 except RefusedError as error:
                     self._refuse(request.dialogue, str(error))
                     continue
-                self._journal.append(self._key(request), [response])
+                self._journal.append([(self._key(request), response)])
                 told += answer.tokens is None and answer.counted is not None
                 others += answer.tokens is None and answer.counted not in (None, len(response.tokens), len(response.tokens) - 1)
                 self._accept(request, response)
@@ -139,7 +144,7 @@ class Driver:
                 future = client.submit(dialogue.messages, request.prompt, request.seed)
                 future.add_done_callback(lambda done, asked=request: answers.put((asked, done)))  # type: ignore[misc]
                 return
-            self._accept(request, known[0])
+            self._accept(request, known)
 
     def _key(self, request: _Request) -> str:
         """Key of a response in the journal: what it depends on, and not who is asked."""
@@ -169,14 +174,39 @@ class Driver:
         return _Request(dialogue, prompt, int.from_bytes(seed[:8], "little") >> 1)
 
     def _run(self, requests: Sequence[_Request], generate: Generate, total: int) -> None:
-        missing = [request for request in requests if not self._from_cache(request)]
-        missing.sort(key=lambda request: len(request.prompt))
-        size = self._generation.batch_size
-        for batch in (missing[start : start + size] for start in range(0, len(missing), size)):
-            for request, response in zip(batch, self._responses(batch, generate), strict=True):
-                self._accept(request, response)
-            self._progress(self.generated + self.from_cache, total, "responses")
+        missing: list[_Request] = []
+        for request in requests:
+            if not self._from_cache(request):
+                known = self._journal.get(self._key(request))
+                if known is None:
+                    missing.append(request)
+                else:
+                    self._accept(request, known)
         self._progress(self.generated + self.from_cache, total, "responses")
+        if missing:
+            prompts, seeds = [request.prompt for request in missing], [request.seed for request in missing]
+            for ready in self._journalled(missing, generate(prompts, self._generation, seeds=seeds)):
+                for request, response in ready:
+                    self._accept(request, response)
+                self._progress(self.generated + self.from_cache, total, "responses")
+
+    def _journalled(self, requests: Sequence[_Request], responses: Iterable[tuple[int, Response]]) -> Iterator[list[tuple[_Request, Response]]]:
+        """Responses as they come, some at a time; each is on disk when it comes out of here, whatever ends the generation."""
+        fresh: list[tuple[_Request, Response]] = []
+        synced = time.monotonic()
+        try:
+            for index, response in responses:
+                fresh.append((requests[index], response))
+                if time.monotonic() >= synced + _SYNC_SECONDS:
+                    self._record(fresh)
+                    done, fresh, synced = fresh, [], time.monotonic()
+                    yield done
+        finally:
+            self._record(fresh)
+        yield fresh
+
+    def _record(self, fresh: Sequence[tuple[_Request, Response]]) -> None:
+        self._journal.append((self._key(request), response) for request, response in fresh)
 
     def _from_cache(self, request: _Request) -> bool:
         cached = self._cache.get(cache_key(self._target_digest, self._generation, request.prompt).prompt)
@@ -184,15 +214,6 @@ class Driver:
             return False
         self._accept(request, cached, cached=True)
         return True
-
-    def _responses(self, batch: Sequence[_Request], generate: Generate) -> list[Response]:
-        prompts, seeds = [request.prompt for request in batch], [request.seed for request in batch]
-        key = digest_of([self._target_digest, self._generation.model_dump(exclude=OF_ENDPOINTS), prompts, seeds])
-        responses = self._journal.get(key)
-        if responses is None:
-            responses = generate(prompts, self._generation, seeds=seeds)
-            self._journal.append(key, responses)
-        return responses
 
     def _accept(self, request: _Request, response: Response, *, cached: bool = False) -> None:
         self.from_cache += cached

@@ -1,9 +1,10 @@
-"""Answering the prompts: every assistant turn is generated anew by the target, in order, batch by batch.
+"""Answering the prompts: every assistant turn is generated anew by the target, turn after turn.
 
 The responses of the data are replaced, so that the drafter learns the target's own distribution (unless
-``data.regenerate`` is 'never'). A batch is on disk before the next one begins, and which prompts make a batch depends on
-the data alone: a run that was killed at any moment and started again gives the same bytes as one that was not. With
-``data.generation.endpoints`` servers answer instead, and each response is on disk by itself.
+``data.regenerate`` is 'never'). A response is on disk before anything is made of it, and depends on its own prompt and
+seed alone: a run that was killed at any moment and started again repeats only what was not there yet, and ends the same as
+one that was not, to the byte where the arithmetic of a response does not depend on its company (``TargetModel.answers``).
+With ``data.generation.endpoints`` servers answer instead.
 
 Results: ``conversations.jsonl.gz`` (one ``Answered`` a line, in the order of the data), ``rejected.jsonl``, and
 ``counts.json``, which is written last.
@@ -47,7 +48,7 @@ def build_responses(
     """Read the prompts, drop repetitions, and write every conversation with its responses into ``folder``.
 
     Args:
-        generate: called with at most ``data.generation.batch_size`` prompts, or endpoints to ask; never used when the cache has all
+        generate: called with the prompts of many conversations, or endpoints to ask; never used when the cache has all
             responses or ``data.regenerate`` is 'never'.
         target_digest: of the target's weights; responses in ``data.response_cache`` count only under the same digest.
 

@@ -102,7 +102,7 @@ def _made(
     begun = {item.id: _without_last_round(item) for item in conversations if len(rounds_of(item)) > 1}
     with Journal(place / "journal.jsonl") as journal:
         driver = Driver(asking, tokenizer, journal, info.digest, progress)
-        answered = driver.by_target(list(begun.values()), lambda prompts, settings, /, *, seeds: target().generate(prompts, settings, seeds=seeds))
+        answered = driver.by_target(list(begun.values()), lambda prompts, settings, /, *, seeds: target().answers(prompts, settings, seeds=seeds))
         histories = {item.conversation.id: item.conversation.messages for item in answered}
     turns = [turn for item in conversations for turn in _turns(item, histories.get(item.id, ()))]
     arguments, positions = config.data.template_arguments, info.max_position_embeddings

@@ -1,115 +1,81 @@
-"""Batched generation with the target: greedy or sampled, left-padded, with a full attention mask.
+"""Generation with the target: greedy or sampled, in rows that are refilled as their answers end, so that the batch stays full.
 
-A prompt's randomness is its own: every prompt has a seed, its numbers are drawn before the first step, and one number picks
-one token by the inverse of the cumulative distribution. So neither the order nor the company of a prompt changes its draws.
-
-Shapes: B prompts of a batch, R rows still in it, T width of the padded prompts, V vocabulary.
+A prompt's randomness is its own: every prompt has a seed, its numbers are drawn before its first token, and one number picks one token by the inverse
+of the cumulative distribution. So neither the order nor the company of a prompt changes its draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
-import torch
 
 from dflash_core.config import GenerationConfig
 from dflash_core.data.types import Response
 from dflash_core.errors import TargetError
-from dflash_core.stages import Progress
+from dflash_core.target.batch import Batch, OnItsWay
 
 if TYPE_CHECKING:
     from dflash_core.target.model import TargetModel
 
+_STEPS = 4  # steps between two looks at what has ended: the GPU has them before it while the host works
+_Ended = tuple[list[int], OnItsWay]  # prompts, and their answers
+
 
 def generate(
-    target: TargetModel,
-    prompts: Sequence[Sequence[int]],
-    settings: GenerationConfig,
-    seeds: Sequence[int],
-    stop_ids: frozenset[int],
-    progress: Progress,
-) -> list[Response]:
-    """One response per prompt, in order. Batches are prompts of like length, so little is padded."""
+    target: TargetModel, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seeds: Sequence[int], stop_ids: frozenset[int]
+) -> Iterator[tuple[int, Response]]:
+    """Answers as they end, each with the index of its prompt.
+
+    Raises:
+        TargetError: a prompt without tokens, or a target that cannot be decoded with a static cache.
+    """
     empty = [index for index, prompt in enumerate(prompts) if not prompt]
     if empty:
         raise TargetError(f"prompt {empty[0]} of {len(prompts)} has no tokens. Leave it out, or render it with a chat template.")
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    tokens: dict[int, list[int]] = {}
-    for start in range(0, len(order), settings.batch_size):
-        batch = order[start : start + settings.batch_size]
-        answers = _generate_batch(target, [prompts[index] for index in batch], settings, [seeds[index] for index in batch], stop_ids)
-        tokens.update(zip(batch, answers, strict=True))
-        progress(len(tokens), len(prompts), "responses")
-    return [Response(tuple(tokens[index]), "stop" if tokens[index][-1] in stop_ids else "length") for index in range(len(prompts))]
+    if not prompts:
+        return
+    on_gpu = target.device.type == "cuda"
+    # On a GPU the shapes are always the same, and so is an answer, whoever is computed beside it. On a CPU every row costs time.
+    rows = settings.batch_size if on_gpu else min(settings.batch_size, len(prompts))
+    batch = Batch(target, rows, max(map(len, prompts)), settings, stop_ids)
+    waiting = deque(sorted(range(len(prompts)), key=lambda index: len(prompts[index])))  # like lengths are admitted together
+    owners: list[int | None] = [None] * rows  # the prompt of each row
+    ended: _Ended | None = None
+    while True:
+        free = [row for row, owner in enumerate(owners) if owner is None]
+        while waiting and len(free) >= min(batch.least_admitted, len(waiting)):
+            taken = [waiting.popleft() for _ in range(min(batch.most_admitted, len(free), len(waiting)))]
+            places, free = free[: len(taken)], free[len(taken) :]
+            batch.admit([prompts[index] for index in taken], [seeds[index] for index in taken], places)
+            for row, index in zip(places, taken, strict=True):
+                owners[row] = index
+        alive = len(owners) - len(free)
+        if not on_gpu and not waiting and 0 < 2 * alive <= len(owners):  # each time at most half, so that copies of the cache stay few
+            kept = [row for row, owner in enumerate(owners) if owner is not None]
+            batch.keep(kept)
+            owners = [owners[row] for row in kept]
+        look = batch.look() if on_gpu else None  # what it shows arrives while the steps run
+        for _ in range(_STEPS if on_gpu else 1) if alive else ():
+            batch.step()
+        if ended is not None:
+            yield from _responses(*ended, stop_ids)
+        if not alive:
+            return
+        ended = _over(batch, owners, look or batch.look())
 
 
-def _generate_batch(
-    target: TargetModel, prompts: Sequence[Sequence[int]], settings: GenerationConfig, seeds: Sequence[int], stop_ids: frozenset[int]
-) -> list[list[int]]:
-    ids_BT, mask = _left_pad(prompts, settings.max_new_tokens, target.info.pad_token_id or 0)
-    ids_BT, mask = ids_BT.to(target.device), mask.to(target.device)
-    width = ids_BT.shape[1]
-    uniforms = _uniforms(seeds, settings).to(target.device)
-    cache = target.new_cache()
-    logits_RV = target.forward(ids_BT, cache, attention_mask=mask[:, :width], logits_to_keep=1).logits[:, -1]
-    answers: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))  # the prompt of each row
-    open_rows = set(rows)
-    for step in range(settings.max_new_tokens):
-        next_R = pick_tokens(logits_RV, settings, uniforms[:, step])
-        for prompt, token in zip(rows, next_R.tolist(), strict=True):
-            if prompt in open_rows:
-                answers[prompt].append(token)
-                if token in stop_ids:
-                    open_rows.discard(prompt)
-        if not open_rows or step + 1 == settings.max_new_tokens:
-            break
-        if 2 * len(open_rows) <= len(rows):  # drop finished rows; each time at least half, so copies of the cache stay few
-            keep = torch.tensor([row for row, prompt in enumerate(rows) if prompt in open_rows], device=target.device)
-            cache.batch_select_indices(keep)
-            next_R, mask, uniforms = next_R[keep], mask[keep], uniforms[keep]
-            rows = [prompt for prompt in rows if prompt in open_rows]
-        logits_RV = target.forward(next_R[:, None], cache, attention_mask=mask[:, : width + step + 1]).logits[:, -1]
-    return answers
+def _over(batch: Batch, owners: list[int | None], look: OnItsWay) -> _Ended | None:
+    """What has ended by the time of ``look``; its rows are free from now on."""
+    (alive,) = look.get()
+    over = [(row, owner) for row, (owner, on) in enumerate(zip(owners, alive.tolist(), strict=True)) if owner is not None and not on]
+    for row, _ in over:
+        owners[row] = None
+    return ([owner for _, owner in over], batch.answers([row for row, _ in over])) if over else None
 
 
-def pick_tokens(logits_RV: torch.Tensor, settings: GenerationConfig, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Next token ids [R]: the likeliest at temperature 0, else drawn with one uniform number in [0, 1) per row.
-
-    Temperature first, then top_k, then top_p of what is left, as servers do it. Ties of greedy decoding go to the lowest id.
-    """
-    if settings.temperature == 0.0:
-        return logits_RV.argmax(-1)
-    logits_RV = logits_RV.float() / settings.temperature
-    ids_RV = None
-    if 0 < settings.top_k < logits_RV.shape[-1]:
-        logits_RV, ids_RV = logits_RV.topk(settings.top_k, dim=-1)
-    elif settings.top_p < 1.0:
-        logits_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
-    cumulative_RV = logits_RV.softmax(-1, dtype=torch.float64).cumsum(-1)
-    # The nucleus is the shortest head of the sorted distribution that reaches top_p: it ends with the token that gets there.
-    last_R1 = (cumulative_RV < settings.top_p).sum(-1, keepdim=True).clamp(max=logits_RV.shape[-1] - 1) if settings.top_p < 1.0 else None
-    total_R1 = cumulative_RV[:, -1:] if last_R1 is None else cumulative_RV.gather(-1, last_R1)
-    picked_R1 = torch.searchsorted(cumulative_RV, uniforms_R[:, None] * total_R1, right=True)
-    picked_R1 = picked_R1.clamp(max=logits_RV.shape[-1] - 1) if last_R1 is None else torch.minimum(picked_R1, last_R1)
-    return (picked_R1 if ids_RV is None else ids_RV.gather(-1, picked_R1)).squeeze(-1)
-
-
-def _left_pad(prompts: Sequence[Sequence[int]], room: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, T] with padding on the left, and the attention mask [B, T + room] with ones for tokens to come."""
-    width = max(map(len, prompts))
-    ids_BT = torch.full((len(prompts), width), pad, dtype=torch.int64)
-    mask = torch.ones((len(prompts), width + room), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids_BT[row, width - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.int64)
-        mask[row, : width - len(prompt)] = 0
-    return ids_BT, mask
-
-
-def _uniforms(seeds: Sequence[int], settings: GenerationConfig) -> torch.Tensor:
-    """One number in [0, 1) per prompt and step, float64 [B, max_new_tokens]; unused zeros when decoding is greedy."""
-    if settings.temperature == 0.0:
-        return torch.zeros((len(seeds), settings.max_new_tokens), dtype=torch.float64)
-    return torch.from_numpy(np.stack([np.random.Generator(np.random.Philox(seed)).random(settings.max_new_tokens) for seed in seeds]))
+def _responses(indices: list[int], answers: OnItsWay, stop_ids: frozenset[int]) -> Iterator[tuple[int, Response]]:
+    tokens, counts = answers.get()
+    for index, row, count in zip(indices, tokens.tolist(), counts.tolist(), strict=True):
+        answer = tuple(row[:count])
+        yield index, Response(answer, "stop" if answer[-1] in stop_ids else "length")

@@ -23,7 +23,6 @@ from dflash_core.config import GenerationConfig, TargetConfig
 from dflash_core.data.types import Response
 from dflash_core.errors import TargetError
 from dflash_core.stages import Progress, no_progress
-from dflash_core.target.generate import generate
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
 from dflash_core.target.packed import Documents, PackedDecoder, can_pack
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
@@ -222,7 +221,6 @@ class TargetModel:
         if length < held:
             cache.crop(length - held)  # a negative count of tokens to remove: the one meaning that Transformers 5.17 and 5.24 share
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -232,23 +230,38 @@ class TargetModel:
         stop: Sequence[int] | None = None,
         progress: Progress | None = None,
     ) -> list[Response]:
-        """Answer prompts (token ids), in batches of ``settings.batch_size``.
+        """Answer prompts (token ids), up to ``settings.batch_size`` at a time: as soon as one is answered the next begins.
 
         Args:
             seeds: one per prompt, needed when ``settings.temperature`` is above 0. A prompt's draws depend on its seed alone.
             stop: tokens that end an answer. Default: the target's own.
-            progress: told after each batch.
+            progress: told as answers end.
 
         Returns:
-            One ``Response`` per prompt, in order; the stop token is included if it was generated. The same call gives the same answers.
-            In low precision the last bits depend on the shape of a batch, so keep the batches to get the very same answers again.
+            One ``Response`` per prompt, in order; the stop token is included if it was generated.
         """
+        progress = progress or no_progress
+        responses: dict[int, Response] = {}
+        for index, response in self.answers(prompts, settings, seeds=seeds, stop=stop):
+            responses[index] = response
+            progress(len(responses), len(prompts), "responses")
+        return [responses[index] for index in range(len(prompts))]
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], settings: GenerationConfig, *, seeds: Sequence[int] | None = None, stop: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Response]]:
+        """``generate``, but each answer as soon as it has ended, with the index of its prompt.
+
+        An answer does not depend on which prompts come with it, but for the last bits of low precision on a CPU, where they can tip a tie.
+        """
+        from dflash_core.target.generate import generate  # which is built on this module
+
         if settings.temperature > 0.0 and seeds is None:
             raise ValueError("sampling needs one seed per prompt")
         seeds = seeds if seeds is not None else [0] * len(prompts)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds")
-        return generate(self, prompts, settings, seeds, frozenset(self.info.eos_token_ids if stop is None else stop), progress or no_progress)
+        return generate(self, prompts, settings, seeds, frozenset(self.info.eos_token_ids if stop is None else stop))
 
     def _check_taps(self, tap_layers: Sequence[int]) -> None:
         count = len(self._structure.layers)

@@ -95,7 +95,7 @@ def _static_attention(
     width = query.shape[2]
     if softcap is None and s_aux is None and (settings["window"] is None or settings["window"] >= width):
         return sdpa_attention_forward(module, query, key, value, None, scaling=settings["scale"], is_causal=True)
-    return attend_plain(query, key, value, cache.start_R, **settings), None
+    return attend_plain(query, key, value, cache.start_R, live=width, **settings), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _static_attention)  # without a mask function of that name, Transformers makes no masks
@@ -181,6 +181,11 @@ class StaticTarget:
         last = hidden[torch.arange(prompts, device=hidden.device), lengths_P - 1]
         return TargetOutput(self.target.vocabulary.logits(last)[:, None], features)
 
+    def move(self, rows: Tensor) -> None:
+        """Row ``rows[i]`` (int64 [N], all different) becomes row i; what the first N rows held is gone."""
+        for buffer in itertools.chain.from_iterable(self._cache.buffers.values()):
+            buffer[: len(rows)] = buffer[rows]
+
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """What runs ``function`` again: a replayed graph where ``graphs`` hold, else ``function`` itself.
 
@@ -241,6 +246,8 @@ class StaticTarget:
                 f"layers {sorted(wanted - set(self._cache.buffers))} keep no keys of their own, or the attention of layers "
                 f"{sorted(wanted - self._cache.attended)} is not called through Transformers' AttentionInterface",
             )
+        if any(keys.shape != values.shape for keys, values in self._cache.buffers.values()):
+            raise _refused(self.target, "its keys and values differ in size")
 
 
 def _own_decoder(target: TargetModel) -> Any:

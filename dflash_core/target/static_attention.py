@@ -50,12 +50,12 @@ def store_plain(k_RGSD: Tensor, v_RGSD: Tensor, keys_RGCD: Tensor, values_RGCD: 
 
 def attend_plain(
     q_RASD: Tensor, keys_RGCD: Tensor, values_RGCD: Tensor, start_R: Tensor, *,
-    scale: float, window: int | None = None, softcap: float | None = None, sinks_A: Tensor | None = None,
+    scale: float, window: int | None = None, softcap: float | None = None, sinks_A: Tensor | None = None, live: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``attend`` in plain PyTorch; reads from the device how far the rows have come."""
+    """``attend`` in plain PyTorch. ``live``: slots that any row has filled; default: by ``start_R``, read from the device."""
     R, A, S, _D = q_RASD.shape
-    slots = keys_RGCD.shape[2]
-    G, live = keys_RGCD.shape[1], min(int(start_R.max()) + S, slots)
+    G, slots = keys_RGCD.shape[1:3]
+    live = min(int(start_R.max()) + S, slots) if live is None else live
     k, v = keys_RGCD[:, :, :live], values_RGCD[:, :, :live]
     position_RS1 = (start_R[:, None] + torch.arange(S, device=start_R.device)).clamp(max=slots - 1)[..., None]
     slot = torch.arange(live, device=start_R.device)

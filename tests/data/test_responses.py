@@ -56,40 +56,42 @@ def test_every_assistant_turn_is_answered_from_the_history_of_new_answers(tmp_pa
     assert first.responses is not None
     assert second.responses is not None
     assert (len(first.responses), len(second.responses)) == (3, 1)
-    asked = [prompt for batch in echo.batches for prompt in batch]
-    assert [render_prompt(tokenizer, first.conversation.messages[:turn]) in asked for turn in (1, 3, 5)] == [True] * 3
+    assert [render_prompt(tokenizer, first.conversation.messages[:turn]) in echo.asked for turn in (1, 3, 5)] == [True] * 3
     tokens = sum(len(response.tokens) for response in (*first.responses, *second.responses))
     expected = {"rows": 2, "rejected": 0, "duplicates": 0, "conversations": 2, "turns": 4, "generated": 4, "from_cache": 0, "response_tokens": tokens}
     assert {name: counts[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_interrupted_after_any_batch_and_started_again_gives_the_same_bytes_and_repeats_no_batch(tmp_path: Path, temperature: float) -> None:
+def test_interrupted_after_any_response_and_started_again_gives_the_same_bytes_and_repeats_none(tmp_path: Path, temperature: float) -> None:
     source = _write(tmp_path / "p.jsonl", _many(9))
     settings = {"generation": {"batch_size": 2, "max_new_tokens": 8, "temperature": temperature}}
     whole = Echo(make_tokenizer(tiny.CHATML))
     _build(tmp_path / "whole", source, whole, **settings)
-    for batches in range(len(whole.batches)):
-        folder = tmp_path / f"out{batches}"
-        first = Echo(make_tokenizer(tiny.CHATML), die_after=batches)
+    for responses in range(0, len(whole.asked), 3):
+        folder = tmp_path / f"out{responses}"
+        first = Echo(make_tokenizer(tiny.CHATML), die_after=responses)
         with pytest.raises(KeyboardInterrupt):
             _build(folder, source, first, **settings)
         second = Echo(make_tokenizer(tiny.CHATML))
         _build(folder, source, second, **settings)
-        assert first.batches + second.batches == whole.batches
+        assert sorted(first.asked + second.asked) == sorted(whole.asked)
         assert _bytes(folder) == _bytes(tmp_path / "whole")
 
 
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
+from dflash_core.data import driver
 from tests.data import tiny
 from tests.data.test_responses import _build
 echo = tiny.Echo(tiny.make_tokenizer(tiny.CHATML))
+driver._SYNC_SECONDS = 0.0
 def generate(prompts, generation, /, *, seeds):
-    time.sleep(0.02)
-    print(len(echo.batches), flush=True)
-    return echo(prompts, generation, seeds=seeds)
+    for answer in echo(prompts, generation, seeds=seeds):
+        time.sleep(0.02)
+        print(len(echo.asked), flush=True)
+        yield answer
 _build(Path(sys.argv[1]), sys.argv[2], generate)
 print("done", flush=True)
 """
@@ -110,24 +112,23 @@ def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
                 break
         child.stdout.close()
         child.wait()
-    assert begun <= len(whole.batches) + 2  # at most the batch that was being generated at each kill
+    assert begun <= len(whole.asked) + 2  # at most the response that was being generated at each kill
     assert {name: (tmp_path / "out" / name).read_bytes() for name in RESULTS} == _bytes(tmp_path / "whole")
 
 
-def test_a_torn_or_damaged_journal_costs_the_damaged_batches_only(tmp_path: Path) -> None:
+def test_a_torn_or_damaged_journal_costs_the_damaged_responses_only(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    answers = {f"batch{i}": [Response((i, 5), "stop"), Response((i,), "length")] for i in range(4)}
+    answers = {f"response{i}": Response((i, 5), ("stop", "length")[i % 2]) for i in range(4)}
     with Journal(path) as journal:
-        for key, responses in answers.items():
-            journal.append(key, responses)
+        journal.append(list(answers.items())[:1])
+        journal.append(list(answers.items())[1:])
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         lines = whole[:length].count(b"\n")
         with Journal(path) as journal:
             assert [journal.get(key) for key in answers] == [*list(answers.values())[:lines], *[None] * (4 - lines)]
-            for key in list(answers)[lines:]:
-                journal.append(key, answers[key])
+            journal.append(list(answers.items())[lines:])
         assert path.read_bytes() == whole
 
 
@@ -136,7 +137,7 @@ def test_a_finished_folder_is_not_made_again(tmp_path: Path) -> None:
     counts = _build(tmp_path / "out", source, Echo(make_tokenizer(tiny.CHATML)))
     again = Echo(make_tokenizer(tiny.CHATML))
     assert _build(tmp_path / "out", source, again) == counts
-    assert again.batches == []
+    assert again.asked == []
 
 
 def test_sampling_draws_from_a_seed_of_each_conversation_so_order_and_neighbours_do_not_matter(tmp_path: Path) -> None:
@@ -144,10 +145,10 @@ def test_sampling_draws_from_a_seed_of_each_conversation_so_order_and_neighbours
 
     def generate(
         prompts: list[list[int]], generation: GenerationConfig, /, *, seeds_seen: dict[Any, int] = seeds, seeds: list[int]
-    ) -> list[Response]:
+    ) -> list[tuple[int, Response]]:
         for prompt, seed in zip(prompts, seeds, strict=True):
             assert seeds_seen.setdefault(tuple(prompt), seed) == seed
-        return [Response((1,), "stop") for _ in prompts]
+        return [(index, Response((1,), "stop")) for index in range(len(prompts))]
 
     rows = [{"prompt": f"prompt {i}", "id": i} for i in range(7)]
     sampling = {"generation": {"batch_size": 3, "temperature": 1.0}}
@@ -197,7 +198,7 @@ def test_what_cannot_be_generated_is_rejected_before_anything_is_generated(tmp_p
     source = _write(tmp_path / "p.jsonl", rows)
     with pytest.raises(DataError):
         _build(tmp_path / "strict", source, echo, max_length=64)
-    assert echo.batches == []
+    assert echo.asked == []
     _build(tmp_path / "out", source, echo, max_length=64, max_rejected_fraction=0.9)
     rejected = {row["where"]: row["reason"] for row in map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())}
     assert rejected.keys() == {"ends with system", "too long"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -88,23 +88,23 @@ def make_config(source: str, **data: Any) -> PipelineConfig:
 
 
 class Echo:
-    """A stand-in for a target: the answer depends on the prompt, on its seed, and on the batch it was in."""
+    """A stand-in for a target: the answer depends on the prompt and, when sampling, on its seed. ``asked``: the prompts it has answered, in order."""
 
     def __init__(self, tokenizer: Any, die_after: int | None = None):
         self.stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcdefgh"]
-        self.batches: list[list[list[int]]] = []
+        self.asked: list[list[int]] = []
         self.die_after = die_after
 
-    def __call__(self, prompts: list[list[int]], generation: GenerationConfig, /, *, seeds: Sequence[int]) -> list[Response]:
-        if self.die_after is not None and len(self.batches) >= self.die_after:
-            raise KeyboardInterrupt
-        self.batches.append(prompts)
-        width = max(map(len, prompts))
-        return [self._answer(prompt, seed, width, generation) for prompt, seed in zip(prompts, seeds, strict=True)]
+    def __call__(self, prompts: list[list[int]], generation: GenerationConfig, /, *, seeds: Sequence[int]) -> Iterator[tuple[int, Response]]:
+        for index in sorted(range(len(prompts)), key=lambda index: sum(prompts[index]) % 7):  # not in their order
+            if self.die_after is not None and len(self.asked) >= self.die_after:
+                raise KeyboardInterrupt
+            self.asked.append(prompts[index])
+            yield index, self._answer(prompts[index], seeds[index], generation)
 
-    def _answer(self, prompt: list[int], seed: int, width: int, generation: GenerationConfig) -> Response:
-        state = sum(prompt) + width + (seed if generation.temperature else 0)
+    def _answer(self, prompt: list[int], seed: int, generation: GenerationConfig) -> Response:
+        state = sum(prompt) + len(prompt) + (seed if generation.temperature else 0)
         length = 2 + state % 5
         tokens = tuple(self.letters[(state + step * step) % 8] for step in range(length))
         return Response(tokens, "length") if state % 7 == 0 else Response((*tokens, self.stop), "stop")

@@ -1,6 +1,9 @@
-"""Batched generation: the same answers as one at a time, draws of one's own, batches that shrink."""
+"""Batched generation: the same answers as one at a time, draws of one's own, rows that are refilled and in the end fewer."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,8 @@ from hypothesis import strategies as st
 
 from dflash_core.config import GenerationConfig
 from dflash_core.errors import TargetError
-from dflash_core.target import TargetModel
-from dflash_core.target.generate import pick_tokens
+from dflash_core.target import StaticTarget, TargetModel
+from dflash_core.target.sampling import pick_tokens
 
 PROMPTS = [list(range(10, 10 + length)) for length in (5, 17, 2, 11, 8)]
 
@@ -28,8 +31,9 @@ def _step_by_step(target: TargetModel, prompt: list[int], count: int) -> list[in
     return tokens[len(prompt) :]
 
 
-def test_greedy_answers_in_a_batch_are_those_of_recomputing_every_prefix(target: TargetModel) -> None:
-    answers = target.generate(PROMPTS, _greedy(), stop=())
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_greedy_answers_in_a_batch_are_those_of_recomputing_every_prefix(target: TargetModel, batch_size: int) -> None:
+    answers = target.generate(PROMPTS, _greedy(batch_size=batch_size), stop=())
     assert [list(answer.tokens) for answer in answers] == [_step_by_step(target, prompt, 12) for prompt in PROMPTS]
     assert {answer.finish_reason for answer in answers} == {"length"}
 
@@ -38,7 +42,7 @@ def test_greedy_answers_in_a_batch_are_those_of_recomputing_every_prefix(target:
 def test_an_answer_ends_with_its_stop_token_and_the_others_go_on(target: TargetModel) -> None:
     full = [list(answer.tokens) for answer in target.generate(PROMPTS, _greedy(), stop=())]
     stop = full[0][3]
-    answers = target.generate(PROMPTS, _greedy(), stop=[stop])
+    answers = target.generate(PROMPTS, _greedy(batch_size=3), stop=[stop])
     for answer, tokens in zip(answers, full, strict=True):
         end = tokens.index(stop) + 1 if stop in tokens else len(tokens)
         assert list(answer.tokens) == tokens[:end]
@@ -51,15 +55,16 @@ def test_finished_rows_leave_the_batch(target: TargetModel, monkeypatch: pytest.
     stop = set(first[:3])
     assert stop.isdisjoint(first[3:])
     rows: list[int] = []
-    forward = TargetModel.forward
+    forward = StaticTarget.forward
 
-    def counted(self: TargetModel, ids_BT: torch.Tensor, *arguments: object, **named: object) -> object:
-        rows.append(ids_BT.shape[0])
-        return forward(self, ids_BT, *arguments, **named)  # type: ignore[arg-type]
+    def counted(self: StaticTarget, ids_RS: torch.Tensor, *arguments: object, **named: object) -> object:
+        if ids_RS.shape[1] == 1:
+            rows.append(ids_RS.shape[0])
+        return forward(self, ids_RS, *arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(TargetModel, "forward", counted)
-    target.generate(PROMPTS, _greedy(max_new_tokens=2), stop=sorted(stop))
-    assert rows == [5, 2]
+    monkeypatch.setattr(StaticTarget, "forward", counted)
+    target.generate(PROMPTS, _greedy(max_new_tokens=4), stop=sorted(stop))
+    assert rows == [5, 2, 2]
 
 
 @pytest.mark.parametrize("target", ["qwen3"], indirect=True)
@@ -80,7 +85,7 @@ def test_a_sampled_answer_depends_on_its_own_seed_and_not_on_its_company(target:
 def test_the_targets_own_end_tokens_are_the_default_and_progress_counts_responses(target: TargetModel) -> None:
     seen: list[tuple[int, int, str]] = []
     target.generate(PROMPTS, _greedy(batch_size=2), progress=lambda done, total, unit: seen.append((done, total, unit)))
-    assert seen == [(2, 5, "responses"), (4, 5, "responses"), (5, 5, "responses")]
+    assert seen == [(done, 5, "responses") for done in range(1, 6)]
     assert target.info.eos_token_ids == (258,)
 
 
@@ -130,3 +135,24 @@ def test_the_ends_of_the_unit_interval_pick_possible_tokens(uniform: float) -> N
     for top_p in (1.0, 0.6):
         picked = pick_tokens(logits, GenerationConfig(temperature=1.0, top_p=top_p), torch.tensor([uniform], dtype=torch.float64))
         assert picked.item() in (1, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_on_the_gpu_answers_are_those_of_the_cpu_and_in_bfloat16_the_same_in_any_company(
+    family: str, sampling: dict[str, float], tiny_folder: Callable[[str], Path]
+) -> None:
+    prompts = [[(7 * index + place) % 250 for place in range(3 + 5 * (index % 11))] for index in range(60)]
+    seeds = list(range(60))
+    config = _greedy(batch_size=20, **sampling)
+    exact = TargetModel.from_pretrained(tiny_folder(family), dtype=torch.float32)
+    want = exact.generate(prompts, config, seeds=seeds, stop=[5, 6, 7])
+    got = TargetModel.from_pretrained(exact.info, dtype=torch.float32, device="cuda").generate(prompts, config, seeds=seeds, stop=[5, 6, 7])
+    assert sum(a == b for a, b in zip(got, want, strict=True)) >= 58
+    target = TargetModel.from_pretrained(exact.info, dtype=torch.bfloat16, device="cuda")
+    together = target.generate(prompts, config, seeds=seeds, stop=[5, 6, 7])
+    some = [31, 2, 59, 17, 8]
+    fewer = target.generate([prompts[index] for index in some], config, seeds=[seeds[index] for index in some], stop=[5, 6, 7])
+    assert fewer == [together[index] for index in some]
