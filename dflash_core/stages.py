@@ -29,7 +29,7 @@ Progress = Callable[[int, int, str], None]
 MetricSink = Callable[[int, Mapping[str, float]], None]
 """Called with (step, metrics). Must not block."""
 
-MANIFEST, LOCK = "manifest.json", ".lock"
+MANIFEST, LOCK, CLAIMS = "manifest.json", ".lock", ".claims"
 
 
 def no_progress(done: int, total: int, unit: str) -> None:
@@ -175,7 +175,7 @@ def _matches(path: Path, patterns: Sequence[str]) -> bool:
 
 
 def _ignored(path: Path) -> bool:
-    return path.name in (MANIFEST, LOCK) or path.name.endswith(".tmp")
+    return path.name in (MANIFEST, LOCK, CLAIMS) or path.name.endswith(".tmp")
 
 
 def make_ready(folder: Path, key: str, repairable: Sequence[str] = ()) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 HiddenStates = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Token ids of each sample, int32 [t] on the CPU → features [T, F] of all of them, one after the other, on any device."""
 
+_LOOK_AGAIN_S = 0.2  # whether another process has finished or given up its shard
 _EXTREMES = "extremes"  # beside the columns of a pass: least and largest value
 _FEATURE_DTYPES: dict[str, Literal["BF16", "F32", "F8_E4M3"]] = {"bfloat16": "BF16", "float32": "F32", "fp8": "F8_E4M3"}
 
@@ -50,7 +51,7 @@ def extract(
     code_version: int,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Write the hidden states of all samples into ``folder``, or finish what was begun there.
+    """Write the hidden states of all samples into ``folder``, or finish what was begun there. Processes that do so at once share the work.
 
     Args:
         targets: the target, once for each device; each is called by a thread of its own.
@@ -63,13 +64,13 @@ def extract(
         waited_for_target_s (while no writer had work).
     Raises:
         ShardError: the folder holds shards of another target or other settings; a feature is not finite (its sample is named);
-            the disk is full. Finished shards are kept, and the same call goes on after the last one.
+            the disk is full. Finished shards are kept, and the same call goes on with the others.
     """
     card = card_of(config, info, samples, tuple(tap_layers), target_dtype, code_version)
-    writer = ShardWriter(folder, card)
-    run = _Extraction(config, card, writer, samples, progress)
-    run.work(targets)
-    index = writer.finalize()
+    with ShardWriter(folder, card) as writer:
+        run = _Extraction(config, card, writer, samples, progress)
+        run.work(targets)
+        index = writer.finalize()
     return {
         "samples": card.num_samples,
         "tokens": run.total,
@@ -173,10 +174,9 @@ class _Extraction:
         self._card, self._writer, self._samples, self._progress = card, writer, samples, progress
         self._batch_tokens = config.batch_tokens
         self._lengths = [int(length) for length in samples.lengths]
-        unfinished = writer.unfinished()
-        self._todo = iter(unfinished)
+        self._todo = writer.unfinished()
         self.total = sum(self._lengths)
-        self._found = self._done = self.total - sum(self._lengths[i] for shard in unfinished for i in card.samples_of(shard))
+        self._found = self._done = self.total - sum(map(self._tokens_of, self._todo))
         self._open: list[_Shard] = []
         self._error: BaseException | None = None
         self._clocks: list[PassClock] = []
@@ -230,9 +230,7 @@ class _Extraction:
             self._fail(error)
 
     def _next_shard(self) -> _Shard | None:
-        with self._lock:
-            number = next(self._todo, None)
-        if number is None or self._error is not None:
+        if (number := self._claim()) is None:
             return None
         members = self._card.samples_of(number)
         opened = _Shard(self._writer, number, self._samples, list(batches(self._lengths, members, self._batch_tokens)))
@@ -240,11 +238,35 @@ class _Extraction:
             self._open.append(opened)
         return opened
 
+    def _claim(self) -> int | None:
+        """A shard that nobody makes. Waits while other processes are at the last ones, for the case that one of them dies."""
+        while self._error is None:
+            with self._lock:
+                claimed = next(filter(self._writer.claim, self._todo), None)
+                if claimed is not None:
+                    self._todo.remove(claimed)
+            if claimed is None:
+                if not self._todo:
+                    return None
+                time.sleep(_LOOK_AGAIN_S)
+            elif not self._writer.is_finished(claimed):
+                return claimed
+            else:  # by another process
+                self._writer.give_back(claimed)
+                with self._lock:
+                    self._found += self._tokens_of(claimed)
+                self._tell(self._tokens_of(claimed))
+        return None
+
+    def _tokens_of(self, shard: int) -> int:
+        return sum(self._lengths[i] for i in self._card.samples_of(shard))
+
     def _write(self, shard: _Shard, batch: list[int], slot: Slot, slots: Slots) -> None:
         try:
             values = slot.values()
             with self._writing:
                 if shard.write(batch, values):
+                    self._writer.give_back(shard.number)
                     with self._lock:
                         self._open.remove(shard)
             self._tell(sum(self._lengths[i] for i in batch))
@@ -275,7 +297,7 @@ class _Shard:
 
     def __init__(self, writer: ShardWriter, number: int, samples: SampleTable, made: list[list[int]]):
         members = writer.card.samples_of(number)
-        self.batches = made
+        self.number, self.batches = number, made
         self.error: BaseException | None = None
         self._card, self._samples, self._first = writer.card, samples, members.start
         self._stack = contextlib.ExitStack()

@@ -1,13 +1,13 @@
 """Write shards so that a process may die at any moment: a finished shard is whole, an unfinished one does not exist.
 
-    writer = ShardWriter(folder, card)               # begins a dataset, or takes up one that was begun with the same card
-    for shard in writer.unfinished():
-        with writer.shard(shard, ids, lengths) as out:
-            out.write(position, columns)             # each sample once, in any order
-    writer.finalize()
+    with ShardWriter(folder, card) as writer:            # begins a dataset, or takes up one that was begun with the same card
+        for shard in filter(writer.claim, writer.unfinished()):
+            with writer.shard(shard, ids, lengths) as out:
+                out.write(position, columns)             # each sample once, in any order
+        writer.finalize()
 
 A shard is filled under a temporary name, synced and renamed; then its index rows are added in the same way. Nothing is
-ever changed in place. Callers that may run twice at a time hold a lock on the folder (``stages.stage_lock``).
+ever changed in place. Several processes may write into one folder: each claims the shards that it makes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from dflash_core.errors import ShardError
+from dflash_core.shards.claims import Claims
 from dflash_core.shards.format import CARD, DTYPES, INDEX, INDEX_PARTS, INDEX_SCHEMA, Layout, ShardCard, checksum, index_part, read_index, shard_name
 from dflash_core.stages import atomic_write, write_json_atomic
 
@@ -40,18 +42,31 @@ class ShardWriter:
         self.card = card
         with _clear_disk_errors(folder, 0):
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in [*folder.glob(".*.tmp"), *folder.glob(f"{INDEX_PARTS}/.*.tmp")]:  # of a process that was killed
-                leftover.unlink()
             if (folder / CARD).exists():
                 ShardCard.read(folder).require(card.identity, folder)
             else:
                 write_json_atomic(folder / CARD, card.model_dump(mode="json"))
+            self._claims = Claims(folder)
 
     def unfinished(self) -> list[int]:
         """Shards that are still to be written, ascending. A shard whose file is missing or of the wrong size is one of them."""
-        return [shard for shard in range(self.card.num_shards) if not self._is_finished(shard)]
+        return [shard for shard in range(self.card.num_shards) if not self.is_finished(shard)]
 
-    def _is_finished(self, shard: int) -> bool:
+    def claim(self, shard: int) -> bool:
+        """Take it upon this process to make a shard. False if another process is at it; look again whether it is finished after a claim."""
+        if not self._claims.take(shard):
+            return False
+        for path in (self.folder / shard_name(shard), index_part(self.folder, shard)):
+            for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+                leftover.unlink()
+        return True
+
+    def give_back(self, shard: int) -> None:
+        """The shard that was claimed is finished, or is not going to be."""
+        self._claims.give_back(shard)
+
+    def is_finished(self, shard: int) -> bool:
+        """Whether a shard and its index rows are there, of the right size."""
         try:
             rows = read_index(index_part(self.folder, shard))
             size = (self.folder / shard_name(shard)).stat().st_size
@@ -99,9 +114,23 @@ class ShardWriter:
                 f"{self.folder} lacks {len(missing)} of {self.card.num_shards} shards, the first is {shard_name(missing[0])}. Run the extraction."
             )
         table = pa.concat_tables([read_index(index_part(self.folder, shard)) for shard in range(self.card.num_shards)]).combine_chunks()
+        self._claims.wait_for(self.card.num_shards)  # the others write the same bytes, but would take away each other's temporary files
+        for leftover in [*self.folder.glob(".*.tmp"), *self.folder.glob(f"{INDEX_PARTS}/.*.tmp")]:
+            leftover.unlink()
         with _clear_disk_errors(self.folder, 0):
             _write_index(self.folder / INDEX, table)
+        self._claims.remove()
         return table
+
+    def close(self) -> None:
+        """Let other processes make what this one has claimed."""
+        self._claims.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class OpenShard:
