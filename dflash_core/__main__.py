@@ -1,7 +1,7 @@
 """The core alone, for a machine without Prefect and MLflow.
 
     python -m dflash_core run      configs/demo.yaml [--set training.max_steps=50]
-    python -m dflash_core extract  configs/demo.yaml      # up to the shards
+    python -m dflash_core extract  configs/demo.yaml      # up to the shards; processes that are at them at once share the work
     python -m dflash_core train    configs/demo.yaml      # up to the trained drafter
     python -m dflash_core evaluate configs/demo.yaml      # up to its evaluation
 
@@ -56,7 +56,7 @@ def _run(plan: Plan, names: tuple[str, ...]) -> dict[str, StageResult]:
     for name in names:
         if name == "warm_up":  # training warms up by itself where nobody has
             continue
-        results[name] = run_stage(plan, name, progress=_Lines(name), on_metrics=_print_metrics)
+        results[name] = run_stage(plan, name, progress=_Lines(name), on_metrics=_print_metrics, share=names[-1] == "shards")
         state = "cached" if results[name].cached else f"{results[name].seconds:.1f} s"
         counts = results[name].manifest.counts
         print(f"{name}: {state}  {counts if name != 'evaluate' else ''}".rstrip(), flush=True)

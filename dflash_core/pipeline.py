@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from dflash_core.stages import (
     Manifest,
     MetricSink,
     Progress,
+    StageBusyError,
     Stopwatch,
     atomic_write,
     make_ready,
@@ -48,6 +50,7 @@ from dflash_core.training import warm_up as warm_up_replicas
 
 # Files that a stage makes anew from the rest of its folder; where others are damaged, it begins from nothing.
 _REPAIRABLE = {"shards": ("*",), "train": ("final/*", "training.json"), "evaluate": ("evaluation.json",)}
+_LOOK_AGAIN_S = 0.5  # whether another process has finished its stage
 _NOT_A_RESULT = {"train": ("checkpoints/*",)}  # may be deleted to save space
 _CHECKED_BY_READER = {"shards": ("shard-*.safetensors",)}
 
@@ -71,8 +74,11 @@ def run_stage(
     *,
     progress: Progress = no_progress,
     on_metrics: MetricSink = no_metrics,
+    share: bool = False,
 ) -> StageResult:
     """Run one stage, or find it done; partial work of a killed process is resumed.
+
+    ``share``: where another process runs the stage 'shards', help it.
 
     Why it is run is told the log: as a warning where a finished stage was damaged since.
     Warm-up has no result on disk: it is ``warm_up`` below, and training calls it where it is missing.
@@ -88,19 +94,39 @@ def run_stage(
         return StageResult(name, found.folder, found.manifest, True, watch.seconds)
     folder, key = plan.folder(name), plan.key(name)
     assert key is not None
+    if share and name == "shards" and _is_busy(folder):
+        return _help_with_shards(plan, folder, progress, watch)
     with stage_lock(folder):
         found = plan.stage(name)  # another process may have finished it while this one waited for nothing but the lock
         if found.manifest is not None:
             return StageResult(name, folder, found.manifest, True, watch.seconds)
         damaged = Manifest.read(folder) is not None
         logger.log(logging.WARNING if damaged else logging.INFO, "%s is run: %s", name, found.why_not)
-        make_ready(folder, key, _REPAIRABLE.get(name, ()))
+        make_ready(folder, key, _REPAIRABLE.get(name, ()), sweep=name != "shards")  # their writer sweeps before each shard that it claims
         counts = _RUNNERS[name](plan, folder, progress, on_metrics)
         manifest = Manifest.write(
             folder, stage=name, key=key, counts=counts, seconds=watch.seconds, code_version=CODE_VERSIONS[name],
             leave_out=_NOT_A_RESULT.get(name, ()), checked_by_reader=_CHECKED_BY_READER.get(name, ()),
         )  # fmt: skip
     return StageResult(name, folder, manifest, False, watch.seconds)
+
+
+def _is_busy(folder: Path) -> bool:
+    try:
+        with stage_lock(folder):
+            return False
+    except StageBusyError:
+        return True
+
+
+def _help_with_shards(plan: Plan, folder: Path, progress: Progress, watch: Stopwatch) -> StageResult:
+    """Extract beside the process that holds the stage, until it says that the stage is done. Takes its place should it die."""
+    _run_shards(plan, folder, progress, no_metrics)
+    while (found := plan.stage("shards").manifest) is None:
+        if not _is_busy(folder):
+            return run_stage(plan, "shards", progress=progress)
+        time.sleep(_LOOK_AGAIN_S)
+    return StageResult("shards", folder, found, False, watch.seconds)
 
 
 def warm_up(plan: Plan) -> WarmUpReport | None:

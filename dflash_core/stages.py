@@ -178,7 +178,7 @@ def _ignored(path: Path) -> bool:
     return path.name in (MANIFEST, LOCK, CLAIMS) or path.name.endswith(".tmp")
 
 
-def make_ready(folder: Path, key: str, repairable: Sequence[str] = ()) -> None:
+def make_ready(folder: Path, key: str, repairable: Sequence[str] = (), *, sweep: bool = True) -> None:
     """Before a stage is run in ``folder``: take away whatever it must not build upon. The caller holds the folder's lock.
 
     That is what a killed process left half written and, where the stage was finished once, every damaged file; with the rest,
@@ -187,8 +187,9 @@ def make_ready(folder: Path, key: str, repairable: Sequence[str] = ()) -> None:
     Args:
         key: of the stage now.
         repairable: patterns of the files that it makes anew by themselves.
+        sweep: take away temporary files. Not where other processes may be at work beside the one that holds the lock.
     """
-    for leftover in folder.rglob(".*.tmp"):
+    for leftover in folder.rglob(".*.tmp") if sweep else ():
         if leftover.is_file():
             leftover.unlink()
     manifest = Manifest.read(folder)

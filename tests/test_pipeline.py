@@ -8,7 +8,9 @@ import json
 import logging
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +280,22 @@ def test_a_folder_that_another_process_works_in_is_left_alone(config: Path, tmp_
     assert not run_stage(plan, "responses").cached
     with stage_lock(plan.folder("responses")):
         assert run_stage(plan, "responses").cached, "what is finished may be read by many"
+
+
+def test_who_shares_the_extraction_helps_the_process_that_holds_it_and_takes_its_place_when_that_is_gone(config: Path, tmp_path: Path) -> None:
+    plan = plan_of(config, f"run.workspace={tmp_path}")
+    for name in ("target", "responses", "samples"):
+        run_stage(plan, name)
+    with ThreadPoolExecutor(1) as threads:
+        with stage_lock(plan.folder("shards")):
+            helping = threads.submit(run_stage, plan, "shards", share=True)
+            deadline = time.monotonic() + 60
+            while not (plan.folder("shards") / "index.arrow").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert (plan.folder("shards") / "index.arrow").exists()
+            assert plan.stage("shards").manifest is None
+            assert not helping.done()
+        assert helping.result(60).manifest == plan.stage("shards").manifest
 
 
 def test_what_was_begun_is_said_to_be_resumed(config: Path, tmp_path: Path) -> None:

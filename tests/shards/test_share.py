@@ -6,29 +6,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from dflash_core.shards.claims import Claims
 from tests.shards.test_kill import ENVIRONMENT, ROOT
 
 
-def share(workspace: Path, kills: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.shards.share_child", str(workspace), str(kills)]
+def test_processes_that_share_make_no_shard_twice_and_one_that_is_killed_loses_what_it_has_open_and_nothing_else(tmp_path: Path) -> None:
+    kills = 20
+    command = [sys.executable, "-m", "tests.shards.share_child", str(tmp_path), str(kills)]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     assert answer["equal"]
     assert answer["statuses"] == [0, 0]
     assert answer["twice"] == []
     assert answer["shards"] == 40
-    return answer
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_processes_that_share_make_no_shard_twice_and_one_that_is_killed_loses_what_it_has_open_and_nothing_else(tmp_path: Path, kills: int) -> None:
-    answer = share(tmp_path, kills)
     assert answer["workers"] >= 2
     assert answer["begun"] <= 40 + 3 * kills  # one that the target fills, and those whose last batches are still being written
 
