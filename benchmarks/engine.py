@@ -29,7 +29,7 @@ import torch
 from benchmarks.common import Shape
 from dflash_core.config import PipelineConfig, parse_config
 from dflash_core.drafter import DFlashConfig
-from dflash_core.feed import Batch, Row, build_row, collate, pack_rows
+from dflash_core.feed import Batch, Row, build_row, collate, loaders_of, pack_rows
 from dflash_core.feed.source import row_generator
 from dflash_core.shards.reader import ShardSample
 from dflash_core.target import TargetInfo, TargetVocabulary
@@ -110,7 +110,7 @@ class TrainingRun:
         self.folder = Path(self._temporary.name)
         with mock.patch("dflash_core.training.session.initial_drafter", _RandomDrafter):
             self.report: WarmUpReport = warm_up_source(
-                self.config, run_id="benchmark", source=self._source, settings=config_settings(self.config), info=info,
+                self.config, run_id="benchmark", loaders=loaders_of(self._source), settings=config_settings(self.config), info=info,
                 vocabulary=_vocabulary(shape, info, torch.device(devices[0])), folder=self.folder,
             )  # fmt: skip
         session = TrainingSession.get("benchmark", self.config)

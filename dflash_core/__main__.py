@@ -56,6 +56,8 @@ def _run(plan: Plan, names: tuple[str, ...]) -> dict[str, StageResult]:
     for name in names:
         if name == "warm_up":  # training warms up by itself where nobody has
             continue
+        if name == "shards" and not plan.extracts and names[-1] != "shards":
+            continue
         results[name] = run_stage(plan, name, progress=_Lines(name), on_metrics=_print_metrics, share=names[-1] == "shards")
         state = "cached" if results[name].cached else f"{results[name].seconds:.1f} s"
         counts = results[name].manifest.counts

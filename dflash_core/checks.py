@@ -77,7 +77,8 @@ def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
 
 def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
     named = [("target.device", config.target.device), ("evaluation.device", config.evaluation.device)]
-    named += [(f"training.devices.{index}", device) for index, device in enumerate(config.training.devices)]
+    for field in ("devices", "target_devices"):
+        named += [(f"training.{field}.{index}", device) for index, device in enumerate(getattr(config.training, field))]
     named += [(f"extraction.devices.{index}", device) for index, device in enumerate(config.extraction.devices or ())]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for path, device in named:
@@ -87,7 +88,7 @@ def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
             yield Problem(path, device, f"there is no such device; {have}", "Name a device that is here; 'dflashctl doctor' lists them")
         elif (
             kind == "cuda"
-            and path.startswith("training.")
+            and path.startswith("training.devices")
             and config.training.precision == "fp8"
             and torch.cuda.get_device_capability(device) < (8, 9)
         ):

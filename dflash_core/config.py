@@ -240,6 +240,13 @@ class TrainingConfig(Section):
         "auto",
         description="Launch each step as CUDA graphs: frees the processor, which GPUs of a process share; auto does so where the step is compiled.",
     )
+    feed: Literal["shards", "online"] = Field(
+        "shards",
+        description="Where rows come from. online: targets run beside the training, on target_devices, and nothing is extracted to disk.",
+    )
+    target_devices: Annotated[tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...], Field(strict=False)] = Field(
+        (), description="For 'online': one target thread per entry, cpu or cuda:N, also on a GPU that trains. Default: one, on target.device."
+    )
     queue_rows: PositiveInt = Field(16, description="Rows that the shared queue holds at most.")
     log_every: PositiveInt = Field(1, description="Steps between two records of metrics.")
     checkpoint_every: PositiveInt = Field(200, description="Steps between two checkpoints.")
@@ -315,6 +322,13 @@ class PipelineConfig(Section):
     def rows_per_step(self) -> int:
         """Rows of one optimiser step over all replicas."""
         return len(self.training.devices) * self.training.accumulation_steps * self.training.rows_per_microstep
+
+    @property
+    def target_devices(self) -> tuple[str, ...]:
+        """Devices of the targets that feed an online training, one per thread; none where shards do."""
+        if self.training.feed == "shards":
+            return ()
+        return self.training.target_devices or ("cuda:0" if self.target.device == "cuda" else self.target.device,)
 
 
 def digest_of(value: object) -> str:

@@ -17,6 +17,7 @@ def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     yield from _taps(config.drafter)
     yield from _schedule_and_queue(config)
     yield from _devices(config)
+    yield from _online(config)
     yield from _fp8(config)
     yield from _sets(config)
 
@@ -81,6 +82,21 @@ def _devices(config: PipelineConfig) -> Iterator[Problem]:
         yield Problem("training.cuda_graphs", True, f"training.devices = {devices} has no CUDA device", remedy)
     if training.sync == "sharded" and training.optimizer == "muon":
         yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")
+
+
+def _online(config: PipelineConfig) -> Iterator[Problem]:
+    training, targets = config.training, list(config.target_devices)
+    if training.feed == "shards":
+        if training.target_devices:
+            remedy = "Set training.feed to online, or leave training.target_devices out"
+            yield Problem("training.target_devices", list(training.target_devices), "training.feed is shards, which need no target", remedy)
+        return
+    if len({device.partition(":")[0] for device in (*targets, *training.devices)}) > 1:
+        message = f"training.devices = {list(training.devices)}: features do not move between cpu and cuda"
+        yield Problem("training.target_devices", targets, message, "Use devices of one kind for both")
+    if config.extraction.feature_dtype == "fp8":
+        remedy = "Set extraction.feature_dtype to bfloat16"
+        yield Problem("extraction.feature_dtype", "fp8", "saves disk, of which training.feed = online uses none", remedy)
 
 
 def _fp8(config: PipelineConfig) -> Iterator[Problem]:

@@ -104,6 +104,15 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     evaluation_bytes = (info.num_layers * layer + head) * _BYTES[config.evaluation.dtype]
     parallel = len(training.devices) if training.devices[0] != "cpu" else 1
 
+    target_seconds = 2 * deepest * layer * tokens / (rates.product * _EFFICIENCY["shards"])
+    online = len(config.target_devices)
+    train_seconds = steps * config.rows_per_step * row_operations / (rates.product * _EFFICIENCY["train"] * parallel)
+    if online:  # whichever side is slower, where each has devices of its own; on one CPU they share it
+        feed_seconds = target_seconds * steps * config.rows_per_step * training.row_length / tokens / (online if training.devices[0] != "cpu" else 1)
+        apart = training.devices[0] != "cpu" and not set(config.target_devices) & set(training.devices)
+        train_seconds = max(train_seconds, feed_seconds) if apart else train_seconds + feed_seconds
+    training_bytes = replica_bytes * len(training.devices) + target_bytes * len(set(config.target_devices))
+
     has_responses = data.regenerate == "never" or (data.regenerate == "auto" and data.response_cache is not None)
     elsewhere = bool(data.generation.endpoints) and not has_responses  # how fast servers are is not known here
     generated = 0 if has_responses else response_tokens * amounts.conversations // samples
@@ -114,14 +123,15 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
             None if elsewhere else 2 * (info.num_layers * layer + head) * generated / (rates.product * _EFFICIENCY["responses"]),
         ),
         "samples": Estimate(f"{about}{tokens} tokens", tokens * 5, None, tokens / 200_000),
-        "shards": Estimate(
-            f"{math.ceil(samples / config.extraction.samples_per_shard)} shards", feature_bytes, target_bytes,
-            2 * deepest * layer * tokens / (rates.product * _EFFICIENCY["shards"]),
+        "shards": Estimate("nothing", None, None, None) if online else Estimate(
+            f"{math.ceil(samples / config.extraction.samples_per_shard)} shards", feature_bytes, target_bytes, target_seconds,
         ),
-        "warm_up": Estimate(f"{len(training.devices)} replicas", None, replica_bytes * len(training.devices), 5.0 * len(training.devices)),
+        "warm_up": Estimate(
+            f"{len(training.devices)} replicas" + (f", {online} targets" if online else ""), None, training_bytes,
+            5.0 * (len(training.devices) + online),
+        ),
         "train": Estimate(
-            f"{steps} steps of {config.rows_per_step} rows", body * 4 * (1 + 3 * training.keep_checkpoints), replica_bytes * len(training.devices),
-            steps * config.rows_per_step * row_operations / (rates.product * _EFFICIENCY["train"] * parallel),
+            f"{steps} steps of {config.rows_per_step} rows", body * 4 * (1 + 3 * training.keep_checkpoints), training_bytes, train_seconds,
         ),
         "evaluate": Estimate(f"{prompts} prompts", 10**6, evaluation_bytes, 1.3 * decoded * evaluation_bytes / rates.vector),
         "export": Estimate(f"{body:,} weights", body * 2, None, 2.0),

@@ -4,7 +4,7 @@
 
     plan = Plan(load_config("configs/demo.yaml"))
     for name in STAGES:
-        run_stage(plan, name)
+        run_stage(plan, name)                       # but 'warm_up', and 'shards' where plan.extracts is False
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from dflash_core.data import SampleTable, build_responses, write_samples
 from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
+from dflash_core.errors import ConfigError, Problem
 from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, heldout_prompts, set_prompts, sets_table
-from dflash_core.feed import pack_rows
+from dflash_core.feed import LiveSamples, pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardDataset, expected_of, extract
 from dflash_core.stages import (
@@ -44,7 +45,7 @@ from dflash_core.stages import (
     stage_lock,
     write_json_atomic,
 )
-from dflash_core.target import TargetVocabulary, load_tokenizer, resolve_target
+from dflash_core.target import TargetModel, TargetVocabulary, load_tokenizer, resolve_target
 from dflash_core.training import WarmUpReport, initial_drafter, train
 from dflash_core.training import warm_up as warm_up_replicas
 
@@ -88,6 +89,8 @@ def run_stage(
     """
     if name == "warm_up":
         raise ValueError("warm_up leaves nothing on disk: call pipeline.warm_up")
+    if name == "shards" and not plan.extracts:
+        raise ConfigError(plan.source, [Problem("training.feed", "online", "there is nothing to extract", "Set training.feed to shards")])
     watch = Stopwatch()
     found = plan.stage(name)
     if found.manifest is not None and found.folder is not None:
@@ -138,10 +141,9 @@ def warm_up(plan: Plan) -> WarmUpReport | None:
     """
     if plan.stage("train").cached:
         return None
-    plan.release_target()
     planned_steps(plan)
     return warm_up_replicas(
-        plan.config, run_id=plan.run_id, dataset=_shards(plan), info=plan.info, vocabulary=_vocabulary(plan), folder=plan.folder("train")
+        plan.config, run_id=plan.run_id, dataset=_features(plan), info=plan.info, vocabulary=_vocabulary(plan), folder=plan.folder("train")
     )
 
 
@@ -274,12 +276,11 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
 
 
 def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
-    plan.release_target()
     planned_steps(plan)  # refuses what the data cannot fill, and names the file, which training does not know
     result = train(
         plan.config,
         run_id=plan.run_id,
-        dataset=_shards(plan),
+        dataset=_features(plan),
         info=plan.info,
         vocabulary=_vocabulary(plan),
         folder=folder,
@@ -316,8 +317,18 @@ def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
     return {"weights": _drafter_config(plan).num_parameters(), "bytes": (destination / "model.safetensors").stat().st_size}
 
 
-def _shards(plan: Plan) -> ShardDataset:
-    return ShardDataset(plan.folder("shards"), expect=expected_of(plan.info, plan.tap_layers))
+def _features(plan: Plan) -> ShardDataset | LiveSamples:
+    """What training gets hidden states from. The target that earlier stages had loaded is let go of, once it is taken over where it is needed."""
+    if plan.extracts:
+        plan.release_target()
+        return ShardDataset(plan.folder("shards"), expect=expected_of(plan.info, plan.tap_layers))
+
+    def load(device: str) -> TargetModel:
+        model = plan.target_model(plan.config.target.dtype, device)
+        plan.release_target()
+        return model
+
+    return LiveSamples(SampleTable.open(plan.folder("samples") / "train.parquet"), load)
 
 
 def _vocabulary(plan: Plan) -> TargetVocabulary:

@@ -35,6 +35,7 @@ STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evalu
 CODE_VERSIONS = {"target": 1, "responses": 1, "samples": 1, "shards": 2, "train": 2, "evaluate": 2, "export": 1}
 
 TARGET = "target.json"
+ONLINE = "not needed, targets feed the training"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Plan:
             check_target(config, self._info, source)
         self._input_digests: dict[Path, str] = {}
         self._targets: dict[tuple[torch.dtype, str], TargetModel] = {}
+
+    @property
+    def extracts(self) -> bool:
+        """Whether hidden states go to disk before training; if not, there is no stage 'shards'."""
+        return self.config.training.feed == "shards"
 
     @property
     def run_folder(self) -> Path:
@@ -134,6 +140,8 @@ class Plan:
         key = self.key(name)
         if key is None:
             return StagePlan(name, None, None, None, "the target has not been fetched")
+        if name == "shards" and not self.extracts:
+            return StagePlan(name, key, None, None, ONLINE)
         if name == "warm_up":
             reason = "not needed, training is done" if self.stage("train").cached else "runs in the process that trains, every time"
             return StagePlan(name, key, None, None, reason)
@@ -228,10 +236,16 @@ class Plan:
             "extraction": self.config.extraction.model_dump(mode="json", exclude={"devices"}),  # who made a shard does not change it
         }
 
+    def _features_depend_on(self) -> dict[str, Any]:
+        if self.extracts:
+            return {"shards": self.key("shards")}
+        extraction = self.config.extraction.model_dump(mode="json", exclude={"samples_per_shard"})
+        return {"online": {**self._shards_depends_on(), "extraction": extraction}}
+
     def _train_depends_on(self) -> dict[str, Any]:
         start = self.config.drafter.initial_checkpoint
         return {
-            "shards": self.key("shards"),
+            **self._features_depend_on(),
             "drafter": self.config.drafter.model_dump(mode="json"),
             "start": self._digest_of_input(start / "model.safetensors") if start else None,
             "objective": self.config.objective.model_dump(mode="json"),

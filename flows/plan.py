@@ -12,7 +12,7 @@ from rich.table import Table
 from dflash_core.config import load_config
 from dflash_core.errors import TargetError
 from dflash_core.estimate import Estimate, estimate
-from dflash_core.plan import Plan, StagePlan
+from dflash_core.plan import ONLINE, Plan, StagePlan
 from tasks.progress import duration
 
 
@@ -56,7 +56,7 @@ def print_plan(plan: Plan, stages: dict[str, StagePlan], estimates: dict[str, Es
     seconds = sum(item.seconds or 0.0 for item in left)
     disk = sum(item.disk_bytes or 0 for item in left)
     memory = max((item.memory_bytes or 0 for item in left), default=0)
-    if all(stage.cached for name, stage in stages.items() if name != "warm_up"):
+    if all(stage.cached for name, stage in stages.items() if name != "warm_up" and stage.why_not != ONLINE):
         console.print("All is done: a run would only verify it.")
     else:
         console.print(

@@ -58,4 +58,4 @@ def write_prompts(path: Path, count: int) -> None:
 
 def run_all(plan: Plan, **arguments: Any) -> dict[str, StageResult]:
     """Run every stage, as ``python -m dflash_core run`` does."""
-    return {name: run_stage(plan, name, **arguments) for name in ON_DISK}
+    return {name: run_stage(plan, name, **arguments) for name in ON_DISK if name != "shards" or plan.extracts}

@@ -1,6 +1,6 @@
 """The one bounded queue between whoever makes rows and the replicas that train on them.
 
-    with Feed(source, replicas=2, rows_per_microstep=1, queue_rows=16, start_ordinal=0, stop_ordinal=4800) as feed:
+    with Feed(loaders_of(source), replicas=2, rows_per_microstep=1, queue_rows=16, start_ordinal=0, stop_ordinal=4800) as feed:
         rows = feed.take(replica, microstep_index)          # in the replica's own thread
 
 Order is data, not timing: micro-step m of replica r takes rows (m·R + r)·b to (m·R + r)·b + b - 1, whatever loader finishes
@@ -10,7 +10,12 @@ s·A + m of step s with A accumulation steps). Every wait is on a condition, so 
 
 from __future__ import annotations
 
+import contextvars
 import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +30,34 @@ class FeedClosedError(DFlashError):
     """Rows were asked for after the feed had been closed."""
 
 
+_WAITS, _IS_DONE = "waits for room in the queue", "has made its last row"
+
+
+@dataclass
+class Loader:
+    """A thread that makes rows of ``source``: its name, and what it does since when. Several may share a source."""
+
+    name: str
+    source: RowSource
+    doing: str = "starts"
+    since: float = field(default_factory=time.monotonic)
+    waited: float = 0.0  # seconds that it had nothing to do, before what it does now
+
+    def turns_to(self, doing: str) -> None:
+        """Take note of what it does from now on."""
+        self.waited, self.doing, self.since = self.waited_until_now, doing, time.monotonic()
+
+    @property
+    def waited_until_now(self) -> float:
+        """Seconds that it had nothing to do so far, for want of room or of rows to make."""
+        return self.waited + (time.monotonic() - self.since if self.doing in (_WAITS, _IS_DONE) else 0.0)
+
+
+def loaders_of(source: RowSource, count: int = 2) -> list[Loader]:
+    """Loaders that share a source: enough to copy rows while others are being read from a disk."""
+    return [Loader(f"loader {number}", source) for number in range(count)]
+
+
 class Feed:
     """Loader threads fill it in the order of ordinals, replicas empty it; it never holds more than ``queue_rows`` rows, those being loaded included.
 
@@ -34,22 +67,27 @@ class Feed:
 
     def __init__(
         self,
-        source: RowSource,
+        loaders: Sequence[Loader],
         *,
         replicas: int,
         rows_per_microstep: int,
         queue_rows: int,
         start_ordinal: int,
         stop_ordinal: int,
-        loaders: int = 2,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """Start loading rows ``start_ordinal`` to ``stop_ordinal - 1``. Both are multiples of the rows of one micro-step of all replicas."""
+        """Start loading rows ``start_ordinal`` to ``stop_ordinal - 1``. Both are multiples of the rows of one micro-step of all replicas.
+
+        Args:
+            within: entered by each loader's thread around all it does
+        """
         together = replicas * rows_per_microstep
         if queue_rows < together:
             raise ValueError(f"queue_rows = {queue_rows} is less than the {together} rows that the replicas take at a time")
         if start_ordinal % together or stop_ordinal % together:
             raise ValueError(f"start and stop ordinal ({start_ordinal}, {stop_ordinal}) must be multiples of {together}, the rows of one micro-step")
-        self._source = source
+        self.loaders = loaders
+        self._within = within
         self._replicas = replicas
         self._rows_per_microstep = rows_per_microstep
         self._queue_rows = queue_rows
@@ -65,9 +103,10 @@ class Feed:
         self._row_came = threading.Condition(self._lock)
         self._room_came = threading.Condition(self._lock)
         self._loader_left = threading.Condition(self._lock)
-        self._loading = loaders
-        for number in range(loaders):
-            threading.Thread(target=self._load, name=f"feed-loader-{number}", daemon=True).start()
+        self._loading = len(loaders)
+        for loader in loaders:
+            context = contextvars.copy_context()  # torch's configuration is kept in it
+            threading.Thread(target=context.run, args=(self._load, loader), name=loader.name, daemon=True).start()
 
     def take(self, replica: int, microstep_index: int) -> list[Row]:
         """The rows of one replica's micro-step, in order; waits for them. A replica takes its micro-steps one after the other.
@@ -99,6 +138,11 @@ class Feed:
         """Rows that are loaded and wait to be taken."""
         return len(self._rows)
 
+    @property
+    def loaders_waited(self) -> float:
+        """Seconds that a loader has waited for room in the queue so far, the mean over all."""
+        return sum(loader.waited_until_now for loader in self.loaders) / len(self.loaders)
+
     def close(self) -> None:
         """Wake everyone who waits, drop the rows and end the loaders. May be called from any thread, and again."""
         with self._lock:
@@ -119,18 +163,30 @@ class Feed:
     def _ended(self) -> bool:
         return self._closed or self._error is not None
 
-    def _load(self) -> None:
+    def _load(self, loader: Loader) -> None:
         try:
-            while (ordinal := self._claim()) is not None:
-                self._load_row(ordinal)
+            with self._within():
+                while (ordinal := self._claim(loader)) is not None:
+                    loader.turns_to(f"makes row {ordinal}")
+                    self._put(ordinal, loader.source.row(ordinal))
+                loader.turns_to(_IS_DONE)
+        except BaseException as error:
+            error.add_note(f"In {loader.name}, while it {loader.doing}.")
+            loader.turns_to("has failed")
+            with self._lock:
+                if self._error is None:
+                    self._error, self._traceback = error, error.__traceback__
+                self._row_came.notify_all()
+                self._room_came.notify_all()
         finally:
             with self._lock:
                 self._loading -= 1
                 self._loader_left.notify_all()
 
-    def _claim(self) -> int | None:
+    def _claim(self, loader: Loader) -> int | None:
         """The next ordinal to load, once there is room for it; None when there is nothing more to do."""
         with self._lock:
+            loader.turns_to(_WAITS)
             self._room_came.wait_for(lambda: self._ended or self._next_ordinal >= self._stop_ordinal or self._held < self._queue_rows)
             if self._ended or self._next_ordinal >= self._stop_ordinal:
                 return None
@@ -140,17 +196,7 @@ class Feed:
                 self._room_came.notify_all()  # the other loaders have nothing to wait for any more
             return self._next_ordinal - 1
 
-    def _load_row(self, ordinal: int) -> None:
-        try:
-            row = self._source.row(ordinal)
-        except BaseException as error:
-            error.add_note(f"While row {ordinal} was being loaded.")
-            with self._lock:
-                if self._error is None:
-                    self._error, self._traceback = error, error.__traceback__
-                self._row_came.notify_all()
-                self._room_came.notify_all()
-            return
+    def _put(self, ordinal: int, row: Row) -> None:
         with self._lock:
             if not self._ended:
                 self._rows[ordinal] = row

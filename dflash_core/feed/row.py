@@ -26,6 +26,8 @@ class Row:
     loss_mask:    [T] bool, True where the target produced the token; False in the padding
     anchors:      [N] int64, ascending row indices; slots that stay empty are -1 and come last
     sample_ids:   ids of the samples, by document id
+    give_back:    where the features lie in a buffer of a live target's GPU: call it once nobody reads them any more, with the event after which
+                  the buffer may be written again, or None if that is now
     """
 
     ordinal: int
@@ -37,6 +39,7 @@ class Row:
     loss_mask: torch.Tensor
     anchors: torch.Tensor
     sample_ids: tuple[str, ...]
+    give_back: Callable[[torch.cuda.Event | None], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Where rows come from. A row is a function of its ordinal alone, so any thread can make any row and the order is data.
 
-``ShardRows`` packs the samples of a dataset on disk; online targets are another ``RowSource`` that makes the same rows from
-the same samples with ``build_row``.
+``ShardRows`` packs the samples of a dataset on disk; ``feed.online`` makes the same rows of the same samples from live targets. Which samples
+a row is made of, and its anchors, both have from ``PackedOrder`` and ``build_row``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from dflash_core.config import TrainingConfig
 from dflash_core.drafter import sample_anchors
-from dflash_core.feed.packing import pack_rows
+from dflash_core.feed.packing import Lengths, pack_rows
 from dflash_core.feed.row import Row
 from dflash_core.shards import ShardDataset, ShardSample
 
@@ -35,40 +35,59 @@ def steps_available(source: RowSource, epochs: int, rows_per_step: int) -> int:
     return epochs * source.rows_per_epoch(0) // rows_per_step
 
 
-class ShardRows:
-    """Rows of a dataset of hidden states: packed anew and with new anchors in every epoch."""
+class PackedOrder:
+    """Which samples each row of a run is made of: packed anew in every epoch, from the lengths of the samples and the seed alone."""
 
-    def __init__(self, dataset: ShardDataset, training: TrainingConfig, seed: int):
+    def __init__(self, lengths: Lengths, training: TrainingConfig, seed: int):
         """Pack the first epoch.
 
         Raises:
             DataError: a sample is longer than ``training.row_length``.
         """
-        self._dataset = dataset
-        self._row_length = training.row_length
-        self._num_anchors = training.num_anchors
+        self.row_length = training.row_length
+        self.num_anchors = training.num_anchors
+        self._lengths = lengths
         self._seed = seed
         self._packed: dict[int, list[tuple[int, ...]]] = {}
         self._lock = threading.Lock()
-        self._rows = len(self._epoch(0))
+        self.rows = len(self._epoch(0))
 
-    def rows_per_epoch(self, epoch: int) -> int:
-        """Rows of an epoch; the same for all."""
-        return self._rows
+    def samples(self, ordinal: int) -> tuple[int, ...]:
+        """Indices of the samples of row ``ordinal``, in their places."""
+        epoch, index = divmod(ordinal, self.rows)
+        return self._epoch(epoch)[index]
 
-    def row(self, ordinal: int) -> Row:
-        """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
-        epoch, index = divmod(ordinal, self._rows)
-        samples = [self._dataset.sample(i) for i in self._epoch(epoch)[index]]
-        generator = row_generator(self._seed, epoch, index)
-        return build_row(samples, ordinal=ordinal, epoch=epoch, row_length=self._row_length, num_anchors=self._num_anchors, generator=generator)
+    def row(self, ordinal: int, samples: Sequence[ShardSample], features_TF: torch.Tensor | None = None) -> Row:
+        """Row ``ordinal`` of its ``samples``, as ``build_row`` makes it."""
+        epoch, index = divmod(ordinal, self.rows)
+        return build_row(
+            samples, ordinal=ordinal, epoch=epoch, row_length=self.row_length, num_anchors=self.num_anchors,
+            generator=row_generator(self._seed, epoch, index), features_TF=features_TF,
+        )  # fmt: skip
 
     def _epoch(self, epoch: int) -> list[tuple[int, ...]]:
         with self._lock:
             if epoch not in self._packed:
                 before = {epoch - 1: self._packed[epoch - 1]} if epoch - 1 in self._packed else {}  # loaders work on both sides of an epoch's end
-                self._packed = {**before, epoch: pack_rows(self._dataset.lengths, self._row_length, seed=self._seed, epoch=epoch)}
+                self._packed = {**before, epoch: pack_rows(self._lengths, self.row_length, seed=self._seed, epoch=epoch)}
             return self._packed[epoch]
+
+
+class ShardRows:
+    """Rows of a dataset of hidden states: packed anew and with new anchors in every epoch."""
+
+    def __init__(self, dataset: ShardDataset, training: TrainingConfig, seed: int):
+        """Pack the first epoch. Raises as ``PackedOrder`` does."""
+        self._dataset = dataset
+        self._order = PackedOrder(dataset.lengths, training, seed)
+
+    def rows_per_epoch(self, epoch: int) -> int:
+        """Rows of an epoch; the same for all."""
+        return self._order.rows
+
+    def row(self, ordinal: int) -> Row:
+        """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
+        return self._order.row(ordinal, [self._dataset.sample(i) for i in self._order.samples(ordinal)])
 
 
 def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
@@ -77,10 +96,15 @@ def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
     return torch.Generator().manual_seed(state & (2**63 - 1))
 
 
-def build_row(samples: Sequence[ShardSample], *, ordinal: int, epoch: int, row_length: int, num_anchors: int, generator: torch.Generator) -> Row:
-    """Lay samples side by side in a row of T tokens and draw its anchors. The features are copied once, from where they lie."""
-    width, dtype = samples[0].features.shape[1], samples[0].features.dtype
-    features_TF = torch.empty(row_length, width, dtype=dtype)
+def build_row(
+    samples: Sequence[ShardSample], *, ordinal: int, epoch: int, row_length: int, num_anchors: int, generator: torch.Generator,
+    features_TF: torch.Tensor | None = None,
+) -> Row:  # fmt: skip
+    """Lay samples side by side in a row of T tokens and draw its anchors.
+
+    Args:
+        features_TF: of the row, where they lie in their places already; otherwise the samples' are copied, once, from where they lie.
+    """
     tokens_T = torch.zeros(row_length, dtype=torch.int64)
     document_ids_T = torch.full((row_length,), -1, dtype=torch.int32)
     positions_T = torch.zeros(row_length, dtype=torch.int64)
@@ -88,17 +112,15 @@ def build_row(samples: Sequence[ShardSample], *, ordinal: int, epoch: int, row_l
     end = 0
     for document, sample in enumerate(samples):
         begin, end = end, end + len(sample.tokens)
-        features_TF[begin:end] = sample.features
         tokens_T[begin:end] = sample.tokens
         document_ids_T[begin:end] = document
         positions_T[begin:end] = torch.arange(end - begin)
         loss_mask_T[begin:end] = sample.loss_mask
-    features_TF[end:] = 0
     anchors_N = sample_anchors(loss_mask_T, document_ids_T, num_anchors, generator)
     return Row(
         ordinal=ordinal,
         epoch=epoch,
-        features=features_TF,
+        features=_features_of(samples, row_length) if features_TF is None else features_TF,
         tokens=tokens_T,
         document_ids=document_ids_T,
         positions=positions_T,
@@ -106,3 +128,13 @@ def build_row(samples: Sequence[ShardSample], *, ordinal: int, epoch: int, row_l
         anchors=anchors_N,
         sample_ids=tuple(sample.id for sample in samples),
     )
+
+
+def _features_of(samples: Sequence[ShardSample], row_length: int) -> torch.Tensor:
+    features_TF = torch.empty(row_length, samples[0].features.shape[1], dtype=samples[0].features.dtype)
+    end = 0
+    for sample in samples:
+        begin, end = end, end + len(sample.tokens)
+        features_TF[begin:end] = sample.features
+    features_TF[end:] = 0
+    return features_TF

@@ -75,9 +75,10 @@ def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, floa
     """Metrics of a window of steps.
 
     loss: weighted loss over the window, skipped steps left out. token_accuracy: share of labels that are the most likely token;
-    accuracy_slot_k: of slot k. tokens_per_second: tokens of rows, padding included. slots_per_second: labels. data_wait_share: share of the time that
-    replica 0 waited for rows. nonfinite_steps: skipped over the whole run. grad_norm (before clipping), learning_rate and
-    queue_depth: of the last step.
+    accuracy_slot_k: of slot k. tokens_per_second: tokens of rows, padding included. slots_per_second: labels. nonfinite_steps: skipped over the
+    whole run. grad_norm (before clipping), learning_rate and queue_depth: of the last step.
+    data_wait_share: share of the time that replica 0 waited for rows; source_wait_share: that loaders or targets waited for room in the queue.
+    feed_bottleneck: the first less the second, from 1, where rows come too slowly, to -1, where they wait for the replicas.
     """
     last = records[-1]
     applied = [record.totals for record in records if not record.totals.skipped]
@@ -85,13 +86,16 @@ def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, floa
     denominator = sum(totals.denominator for totals in applied)
     labelled = [sum(counts) for counts in zip(*(record.totals.labelled for record in records), strict=True)]
     hits = [sum(counts) for counts in zip(*(record.totals.hits for record in records), strict=True)]
+    data_wait, source_wait = (sum(getattr(record, name) for record in records) / seconds for name in ("data_wait", "source_wait"))
     metrics = {
         "learning_rate": last.learning_rate,
         "tokens_per_second": len(records) * tokens_per_step / seconds,
         "slots_per_second": sum(labelled) / seconds,
         "supervised_slots": float(sum(labelled)) / len(records),
         "step_seconds": seconds / len(records),
-        "data_wait_share": sum(record.data_wait for record in records) / seconds,
+        "data_wait_share": data_wait,
+        "source_wait_share": source_wait,
+        "feed_bottleneck": data_wait - source_wait,
         "queue_depth": float(last.queue_depth),
         "nonfinite_steps": float(last.state.skipped),
     }

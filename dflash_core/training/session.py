@@ -27,7 +27,7 @@ from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint, shape_differences, start_from_target
 from dflash_core.errors import CheckpointError, WarmUpError
-from dflash_core.feed import Row, RowSource, ShardRows, steps_available
+from dflash_core.feed import LiveSamples, Loader, Row, RowSource, ShardRows, loaders_of, steps_available, target_loaders
 from dflash_core.shards import ShardDataset, expected_of
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
@@ -38,6 +38,8 @@ from dflash_core.training.replica import Replica, compute_dtype
 from dflash_core.training.sync import GradientSync, compare, connect, in_threads
 
 OPERATIONAL = {
+    "feed",
+    "target_devices",
     "cuda_graphs",
     "queue_rows",
     "log_every",
@@ -92,6 +94,7 @@ class WarmUpReport:
 class TrainingSession:
     """Warmed replicas, connected to each other, and the rows they will take. Lives in the process that made it; good for one run.
 
+    loaders:  who makes the rows: of shards, or with warmed targets
     settings: what a checkpoint must have in common with the run that resumes from it
     state:    where the run stands before its first step here
     """
@@ -99,7 +102,7 @@ class TrainingSession:
     config: PipelineConfig
     run_id: str
     folder: Path
-    source: RowSource
+    loaders: list[Loader]
     settings: Mapping[str, Any]
     state: TrainingState
     replicas: list[Replica]
@@ -131,32 +134,40 @@ class TrainingSession:
 
 
 def warm_up(
-    config: PipelineConfig, *, run_id: str, dataset: ShardDataset, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path
+    config: PipelineConfig, *, run_id: str, dataset: ShardDataset | LiveSamples, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path
 ) -> WarmUpReport:
-    """Build, load and warm every replica, on the main thread, and leave a ``TrainingSession`` for ``run_id`` and these settings.
+    """Build, load and warm every target and replica, on the main thread, and leave a ``TrainingSession`` for ``run_id`` and these settings.
 
     Args:
-        dataset:    hidden states of ``info``'s tapped layers
+        dataset:    hidden states of ``info``'s tapped layers; or the samples that ``info``'s target is run over during training
         vocabulary: the target's embedding and head; copied to each device that lacks them
         folder:     of the training stage; its newest whole checkpoint is resumed
 
     Raises:
         WarmUpError: not called on the main thread.
         ShardError: the shards are of another target or of other layers.
+        TargetError: a target that is to feed training cannot be loaded or run.
         ConfigError: the data holds less than one step.
         CheckpointError: the checkpoint in ``folder`` belongs to other settings, or all are damaged.
     """
-    dataset.card.require(expected_of(info, DFlashConfig.from_target(info, config.drafter).tap_layers), dataset.folder)
-    source = ShardRows(dataset, config.training, config.run.seed)
-    settings = {**config_settings(config), "digest of the target": info.digest, "digest of the shards": dataset.digest}
-    return warm_up_source(config, run_id=run_id, source=source, settings=settings, info=info, vocabulary=vocabulary, folder=folder)
+    require_main_thread("Warm-up")
+    tap_layers = DFlashConfig.from_target(info, config.drafter).tap_layers
+    settings = {**config_settings(config), "digest of the target": info.digest}
+    if isinstance(dataset, ShardDataset):
+        dataset.card.require(expected_of(info, tap_layers), dataset.folder)
+        loaders = loaders_of(ShardRows(dataset, config.training, config.run.seed))
+        settings["digest of the shards"] = dataset.digest
+    else:
+        loaders = target_loaders(dataset, config, tap_layers)
+        settings["digest of the samples that the target is run over"] = dataset.samples.digest
+    return warm_up_source(config, run_id=run_id, loaders=loaders, settings=settings, info=info, vocabulary=vocabulary, folder=folder)
 
 
 def warm_up_source(
     config: PipelineConfig,
     *,
     run_id: str,
-    source: RowSource,
+    loaders: Sequence[Loader],
     settings: Mapping[str, Any],
     info: TargetInfo,
     vocabulary: TargetVocabulary,
@@ -170,6 +181,7 @@ def warm_up_source(
     if devices[0].type == "cuda":
         prefer_expandable_segments()
     drafter_config = DFlashConfig.from_target(info, config.drafter)
+    source = loaders[0].source
     total_steps = count_steps(config, source)
     settings = {**settings, "optimiser steps of the run (training.max_steps, or what training.epochs hold)": total_steps}
     checkpoint = newest_training_checkpoint(folder / "checkpoints", settings)
@@ -182,9 +194,12 @@ def warm_up_source(
         replicas, reports = with_compile_cache(devices, build) if compiles else build()
         syncs = connect(devices, config.training.stall_timeout_s, config.training.sync)
         rehearse(replicas, syncs)
-    del checkpoint, build
+    for row in rows:
+        if row.give_back is not None:
+            row.give_back(None)
+    del checkpoint, build, rows
     gc.collect()
-    TrainingSession(config, run_id, folder, source, settings, state, replicas, syncs, total_steps, threads).register()
+    TrainingSession(config, run_id, folder, list(loaders), settings, state, replicas, syncs, total_steps, threads).register()
     return WarmUpReport(run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters())
 
 

@@ -4,6 +4,9 @@
 
 There are ``SLOTS`` slots of fixed size. A pinned one is written again only after its copy has finished, a device one only after the step that
 reads it has: two events for each slot say so. On the CPU rows lie where they are needed, and there is nothing to stage.
+
+Features of a live target lie on a GPU already. They go from there to the slot, by a direct copy between the devices where the hardware has one,
+and pass neither pinned memory nor the host; two streams take part in that, one on either device.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ class BatchesFromFeed:
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for a batch. ``copied``: it has arrived on the device. ``used``: the device has done with it."""
+    """Room for a batch. ``pinned``: of what comes from the host. ``copied``: all is on the device. ``used``: the device has done with it."""
 
-    pinned: Batch
+    pinned: dict[str, torch.Tensor]
     batch: Batch
     copied: torch.cuda.Event
     used: torch.cuda.Event
@@ -68,14 +71,22 @@ class Staging:
     def __init__(self, example: Batch, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self._streams = {device: self.stream}
         self.slots = [self._slot(example) for _ in range(SLOTS)]
 
     def _slot(self, example: Batch) -> Slot:
         pin = self.device.type == "cuda"
-        pinned = example.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin))
+        from_host = {name: getattr(example, name) for name in TENSORS if not getattr(example, name).is_cuda}
+        pinned = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin) for name, tensor in from_host.items()}
         batch = example.map(lambda tensor: tensor.to(self.device, copy=True))
         # blocking: the stager sleeps until the event has come, instead of spinning on a core
         return Slot(pinned, batch, torch.cuda.Event(blocking=True), torch.cuda.Event())
+
+    def stream_on(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream for copies that come from a device."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
 
 class StagedBatches:
@@ -139,16 +150,31 @@ class StagedBatches:
         slot.copied.synchronize()  # of the batch before: its pinned memory may be written now
         for b, row in enumerate(rows):
             for name in TENSORS:
-                source, place = getattr(row, name), getattr(slot.pinned, name)[b]
+                source, place = getattr(row, name), getattr(slot.batch, name)[b]
                 if source.shape != place.shape or source.dtype != place.dtype:
                     raise TrainingError(
                         f"The {name} of row {row.ordinal} are {source.dtype} {list(source.shape)}, "
                         f"and were {place.dtype} {list(place.shape)} in warm-up. "
                         "All rows of a run have one shape: suspect the source of the rows."
                     )
-                place.copy_(source)
+                if name in slot.pinned:
+                    slot.pinned[name][b].copy_(source)
         stream = self._staging.stream
         with torch.cuda.device(self._staging.device), torch.cuda.stream(stream):
             stream.wait_event(slot.used)  # the step that read the batch before
-            slot.batch.copy_(slot.pinned)
+            for name, pinned in slot.pinned.items():
+                getattr(slot.batch, name).copy_(pinned, non_blocking=True)
+            for b, row in enumerate(rows):
+                if "features" not in slot.pinned:
+                    self._fetch(row.features, slot.batch.features[b])
             slot.copied.record(stream)
+            for row in rows:
+                if row.give_back is not None:
+                    read = torch.cuda.Event()  # not the slot's, which will stand for its next batch
+                    read.record(stream)
+                    row.give_back(read)
+
+    def _fetch(self, source: torch.Tensor, place: torch.Tensor) -> None:
+        """Copy between devices, or on one. Torch copies on the current stream of the source's device, and lets that of the place's wait for it."""
+        with torch.cuda.stream(self._staging.stream_on(source.device)), torch.cuda.stream(self._staging.stream):
+            place.copy_(source, non_blocking=True)

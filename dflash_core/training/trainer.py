@@ -18,16 +18,18 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from dflash_core.config import PipelineConfig
 from dflash_core.errors import TrainingError
-from dflash_core.feed import Feed
+from dflash_core.feed import Feed, LiveSamples
 from dflash_core.shards import ShardDataset
 from dflash_core.stages import MetricSink, Progress, atomic_write, no_metrics, no_progress, write_json_atomic
 from dflash_core.target import TargetInfo, TargetVocabulary
@@ -101,17 +103,24 @@ class DrafterTrainer:
             tokens_per_step=session.config.rows_per_step * training.row_length,
             memory=memory, resumed_step=session.state.step,
         )  # fmt: skip
-        feed = Feed(
-            session.source, replicas=len(session.replicas), rows_per_microstep=training.rows_per_microstep, queue_rows=training.queue_rows,
-            start_ordinal=session.state.next_ordinal, stop_ordinal=session.total_steps * session.config.rows_per_step,
-        )  # fmt: skip
-        try:
-            with intra_op_threads(session.threads_per_replica), CompileGuard() as guard:
-                shared = Shared(session, feed, guard, memory, stop, self._save)
-                state = _Supervisor(shared, log, progress).run()
-        finally:
-            feed.close()
+        with intra_op_threads(session.threads_per_replica), CompileGuard() as guard, self._feed(guard) as feed:
+            shared = Shared(session, feed, guard, memory, stop, self._save)
+            state = _Supervisor(shared, log, progress).run()
         return self._finish(state, log)
+
+    def _feed(self, guard: CompileGuard) -> Feed:
+        session, training = self.session, self.session.config.training
+
+        @contextmanager
+        def within() -> Iterator[None]:
+            torch.set_num_threads(session.threads_per_replica)
+            with guard.explained():
+                yield
+
+        return Feed(
+            session.loaders, replicas=len(session.replicas), rows_per_microstep=training.rows_per_microstep, queue_rows=training.queue_rows,
+            start_ordinal=session.state.next_ordinal, stop_ordinal=session.total_steps * session.config.rows_per_step, within=within,
+        )  # fmt: skip
 
     def _save(self, checkpoint: TrainingCheckpoint) -> None:
         session = self.session
@@ -136,7 +145,7 @@ class DrafterTrainer:
 
 
 def train(
-    config: PipelineConfig, *, run_id: str, dataset: ShardDataset, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path,
+    config: PipelineConfig, *, run_id: str, dataset: ShardDataset | LiveSamples, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path,
     on_metrics: MetricSink = no_metrics, progress: Progress = no_progress,
 ) -> TrainingResult:  # fmt: skip
     """Train with the session that ``warm_up`` left in this process, or warm up first if there is none. Arguments and errors: those two's."""
@@ -228,4 +237,5 @@ class _Supervisor:
 
     def _who_waits_for_what(self) -> str:
         now = time.monotonic()
-        return "; ".join(f"{worker.replica.name} {worker.beacon.doing}, since {now - worker.beacon.since:.1f} s" for worker in self._workers)
+        busy = [(worker.replica.name, worker.beacon) for worker in self._workers] + [(loader.name, loader) for loader in self._shared.feed.loaders]
+        return "; ".join(f"{name} {what.doing}, since {now - what.since:.1f} s" for name, what in busy)

@@ -41,13 +41,18 @@ class Beacon:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step, as replica 0 reports it. ``state`` stands after the step; seconds and wait are of this step, wait per replica."""
+    """A finished step, as replica 0 reports it. ``state`` stands after the step; seconds and waits are of this step.
+
+    data_wait:   seconds that replica 0 waited for rows
+    source_wait: seconds that a loader or target waited for room in the queue, the mean over them
+    """
 
     totals: StepTotals
     learning_rate: float
     state: TrainingState
     seconds: float
     data_wait: float
+    source_wait: float
     queue_depth: int
 
 
@@ -117,6 +122,7 @@ class Worker:
         self._state = shared.session.state
         self._pending: deque[tuple[int, Callable[[], StepTotals], float, float]] = deque()
         self._mark = time.monotonic()  # when the last step had finished, or the first one began
+        self._source_mark = shared.feed.loaders_waited  # at the same moment
         self._stopping = False
         self._batches: Batches = BatchesFromFeed(shared.feed, replica.index)
 
@@ -145,7 +151,8 @@ class Worker:
     def _train(self) -> None:
         session, training = self.shared.session, self._training
         lag = 1 if self.replica.device.type == "cuda" else 0
-        saved, self._mark = session.state.step, time.monotonic()
+        saved = session.state.step
+        self._begin_count(time.monotonic())
         if self.replica.staging is not None:
             first, stop = (step * training.accumulation_steps for step in (session.state.step, session.total_steps))
             self._batches = StagedBatches(self.shared.feed, self.replica.index, self.replica.staging, first, stop, self.replica.name)
@@ -199,14 +206,15 @@ class Worker:
             rows_per_step = self.shared.session.config.rows_per_step
             in_row = self._state.skipped_in_row + 1 if totals.skipped else 0
             now = time.monotonic()
-            seconds, self._mark = now - self._mark, now
+            seconds, source_wait = now - self._mark, self.shared.feed.loaders_waited - self._source_mark
+            self._begin_count(now)
             self._state = replace(
                 self._state, step=step + 1, next_ordinal=(step + 1) * rows_per_step, skipped=self._state.skipped + totals.skipped,
                 skipped_in_row=in_row, slots=self._state.slots + sum(totals.labelled), seconds=self._state.seconds + seconds,
             )  # fmt: skip
             self.shared.last_progress = now
             if self.replica.index == 0:
-                self.shared.records.append(StepRecord(totals, rate, self._state, seconds, waited, self.shared.feed.depth))
+                self.shared.records.append(StepRecord(totals, rate, self._state, seconds, waited, source_wait, self.shared.feed.depth))
             self._stopping |= totals.stop
             if in_row >= self._training.max_nonfinite_steps:
                 raise TrainingError(
@@ -226,7 +234,12 @@ class Worker:
         self._state = replace(self._state, updates=replica.updates)
         weights, exp_avg, exp_avg_sq = gather(self.shared.session.replicas)
         self.shared.save(TrainingCheckpoint(self._state, weights, exp_avg, exp_avg_sq))
-        self.shared.last_progress = self._mark = time.monotonic()
+        self.shared.last_progress = time.monotonic()
+        self._begin_count(self.shared.last_progress)
+
+    def _begin_count(self, now: float) -> None:
+        """Seconds and waits of the step that is read next count from now."""
+        self._mark, self._source_mark = now, self.shared.feed.loaders_waited
 
 
 def describe_nonfinite(totals: StepTotals) -> str:

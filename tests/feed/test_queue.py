@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from dflash_core.feed import Feed, FeedClosedError, Row
+from dflash_core.feed import Feed, FeedClosedError, Row, loaders_of
 
 EMPTY = torch.empty(0)
 
@@ -69,7 +69,7 @@ def train(
 def test_the_run_takes_the_same_rows_in_the_same_places_for_any_timing(R: int, A: int, b: int) -> None:
     steps = 4
     source = Numbers(delay=lambda ordinal: 0.001 * (ordinal * 7 % 3))  # loaders finish out of order
-    with Feed(source, replicas=R, rows_per_microstep=b, queue_rows=R * b, start_ordinal=0, stop_ordinal=steps * A * R * b, loaders=3) as feed:
+    with Feed(loaders_of(source, 3), replicas=R, rows_per_microstep=b, queue_rows=R * b, start_ordinal=0, stop_ordinal=steps * A * R * b) as feed:
         taken = train(feed, R, A, 0, steps, pause=lambda replica, step: 0.001 * ((replica + step) % 3))
     for (s, m, r), ordinals in taken.items():
         assert ordinals == [((s * A + m) * R + r) * b + j for j in range(b)]
@@ -81,7 +81,9 @@ def test_resuming_from_any_step_takes_the_rows_that_were_left(R: int, b: int) ->
     steps = 5
     for first in range(steps + 1):
         source = Numbers()
-        with Feed(source, replicas=R, rows_per_microstep=b, queue_rows=8, start_ordinal=first * R * b, stop_ordinal=steps * R * b) as feed:
+        with Feed(
+            loaders_of(source), replicas=R, rows_per_microstep=b, queue_rows=8, start_ordinal=first * R * b, stop_ordinal=steps * R * b
+        ) as feed:
             taken = train(feed, R, 1, first, steps - first, pause=lambda replica, step: 0.0)
         assert [ordinal for key in sorted(taken) for ordinal in taken[key]] == list(range(first * R * b, steps * R * b))
         assert sorted(source.made) == list(range(first * R * b, steps * R * b))
@@ -91,7 +93,7 @@ def test_resuming_from_any_step_takes_the_rows_that_were_left(R: int, b: int) ->
 def test_the_queue_never_holds_more_than_its_bound(loaders: int) -> None:
     source = Numbers(delay=lambda ordinal: 0.001 * (ordinal % 4))
     taken, seen = 0, []
-    with Feed(source, replicas=1, rows_per_microstep=1, queue_rows=3, start_ordinal=0, stop_ordinal=40, loaders=loaders) as feed:
+    with Feed(loaders_of(source, loaders), replicas=1, rows_per_microstep=1, queue_rows=3, start_ordinal=0, stop_ordinal=40) as feed:
         for m in range(40):
             time.sleep(0.003 * (m % 5 == 0))
             seen.append(feed.depth)
@@ -103,7 +105,7 @@ def test_the_queue_never_holds_more_than_its_bound(loaders: int) -> None:
 
 def test_rows_are_loaded_ahead_up_to_the_bound_and_no_further() -> None:
     source = Numbers()
-    with Feed(source, replicas=1, rows_per_microstep=1, queue_rows=5, start_ordinal=0, stop_ordinal=100) as feed:
+    with Feed(loaders_of(source), replicas=1, rows_per_microstep=1, queue_rows=5, start_ordinal=0, stop_ordinal=100) as feed:
         assert eventually(lambda: feed.depth == 5)
         time.sleep(0.05)
         assert sorted(source.made) == [0, 1, 2, 3, 4]
@@ -113,7 +115,7 @@ def test_rows_are_loaded_ahead_up_to_the_bound_and_no_further() -> None:
 
 
 def test_one_replica_may_run_ahead_within_a_step_while_another_has_not_begun() -> None:
-    with Feed(Numbers(), replicas=2, rows_per_microstep=1, queue_rows=6, start_ordinal=0, stop_ordinal=6) as feed:
+    with Feed(loaders_of(Numbers()), replicas=2, rows_per_microstep=1, queue_rows=6, start_ordinal=0, stop_ordinal=6) as feed:
         assert [feed.take(1, m)[0].ordinal for m in range(3)] == [1, 3, 5]
         assert [feed.take(0, m)[0].ordinal for m in range(3)] == [0, 2, 4]
 
@@ -121,7 +123,7 @@ def test_one_replica_may_run_ahead_within_a_step_while_another_has_not_begun() -
 def test_closing_wakes_everyone_who_waits_even_while_a_loader_is_stuck() -> None:
     release = threading.Event()
     source = Numbers(delay=lambda ordinal: release.wait(20) and 0.0)
-    feed = Feed(source, replicas=4, rows_per_microstep=1, queue_rows=8, start_ordinal=0, stop_ordinal=80)
+    feed = Feed(loaders_of(source), replicas=4, rows_per_microstep=1, queue_rows=8, start_ordinal=0, stop_ordinal=80)
     waiting = [start(lambda replica=replica: feed.take(replica, 0)) for replica in range(4)]
     time.sleep(0.05)
     closing = start(feed.close)
@@ -137,10 +139,10 @@ def test_closing_wakes_everyone_who_waits_even_while_a_loader_is_stuck() -> None
 
 def test_closing_ends_the_loaders_whether_they_wait_for_room_or_are_done() -> None:
     for stop in (100, 2):
-        feed = Feed(Numbers(), replicas=1, rows_per_microstep=1, queue_rows=2, start_ordinal=0, stop_ordinal=stop, loaders=3)
+        feed = Feed(loaders_of(Numbers(), 3), replicas=1, rows_per_microstep=1, queue_rows=2, start_ordinal=0, stop_ordinal=stop)
         assert eventually(lambda feed=feed: feed.depth == 2)
         feed.close()
-        assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("feed-loader")])
+        assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("loader ")])
         assert feed.depth == 0
 
 
@@ -154,7 +156,7 @@ def test_what_a_loader_raises_reaches_every_replica_with_its_own_traceback() -> 
         def fail_deep_inside(self) -> None:
             raise OSError("the disk is gone")
 
-    with Feed(Broken(), replicas=4, rows_per_microstep=1, queue_rows=8, start_ordinal=0, stop_ordinal=80) as feed:
+    with Feed(loaders_of(Broken()), replicas=4, rows_per_microstep=1, queue_rows=8, start_ordinal=0, stop_ordinal=80) as feed:
 
         def loop(replica: int) -> None:
             for m in range(20):
@@ -166,7 +168,7 @@ def test_what_a_loader_raises_reaches_every_replica_with_its_own_traceback() -> 
             assert isinstance(error, OSError)
             text = "".join(traceback.format_exception(error))
             assert "fail_deep_inside" in text
-            assert text.count("While row 5 was being loaded.") == 1
+            assert text.count("while it makes row 5.") == 1
         with pytest.raises(OSError, match="the disk is gone") as caught:
             feed.take(0, feed_turn(feed, 0))
     assert sum(entry.name == "fail_deep_inside" for entry in caught.traceback) == 1
@@ -185,7 +187,7 @@ def feed_turn(feed: Feed, replica: int) -> int:
 
 
 def test_a_microstep_out_of_turn_or_beyond_the_end_is_refused_instead_of_waiting_forever() -> None:
-    with Feed(Numbers(), replicas=1, rows_per_microstep=2, queue_rows=2, start_ordinal=2, stop_ordinal=6) as feed:
+    with Feed(loaders_of(Numbers()), replicas=1, rows_per_microstep=2, queue_rows=2, start_ordinal=2, stop_ordinal=6) as feed:
         for wrong in (0, 2):
             with pytest.raises(ValueError, match="its next is 1"):
                 feed.take(0, wrong)
@@ -203,14 +205,14 @@ def test_a_microstep_out_of_turn_or_beyond_the_end_is_refused_instead_of_waiting
 )
 def test_a_feed_that_could_not_serve_whole_microsteps_is_refused(queue_rows: int, start_ordinal: int, stop_ordinal: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Feed(Numbers(), replicas=2, rows_per_microstep=2, queue_rows=queue_rows, start_ordinal=start_ordinal, stop_ordinal=stop_ordinal)
+        Feed(loaders_of(Numbers()), replicas=2, rows_per_microstep=2, queue_rows=queue_rows, start_ordinal=start_ordinal, stop_ordinal=stop_ordinal)
 
 
 def test_a_taken_row_is_let_go_of() -> None:
     import gc
     import weakref
 
-    with Feed(Numbers(), replicas=1, rows_per_microstep=1, queue_rows=2, start_ordinal=0, stop_ordinal=100) as feed:
+    with Feed(loaders_of(Numbers()), replicas=1, rows_per_microstep=1, queue_rows=2, start_ordinal=0, stop_ordinal=100) as feed:
         rows = feed.take(0, 0)
         reference = weakref.ref(rows[0])
         assert eventually(lambda: feed.depth == 2)

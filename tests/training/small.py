@@ -12,7 +12,7 @@ import torch
 
 from dflash_core.config import ExtractionConfig, PipelineConfig, parse_config
 from dflash_core.drafter import default_tap_layers, sample_anchors
-from dflash_core.feed import Row
+from dflash_core.feed import Row, loaders_of
 from dflash_core.shards import ShardDataset, extract
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession
@@ -115,7 +115,13 @@ def config(replicas: int = 2, **training: Any) -> PipelineConfig:
 
 def warm_up(config: PipelineConfig, folder: Path, source: SmallRows | None = None) -> tuple[WarmUpReport, TrainingSession]:
     report = warm_up_source(
-        config, run_id="run", source=source or SmallRows(), settings=config_settings(config), info=INFO, vocabulary=vocabulary(), folder=folder
+        config,
+        run_id="run",
+        loaders=loaders_of(source or SmallRows()),
+        settings=config_settings(config),
+        info=INFO,
+        vocabulary=vocabulary(),
+        folder=folder,
     )
     session = TrainingSession.get("run", config)
     assert session is not None

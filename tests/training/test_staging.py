@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dflash_core.errors import TrainingError
-from dflash_core.feed import Feed, FeedClosedError, collate
+from dflash_core.feed import Feed, FeedClosedError, collate, loaders_of
 from dflash_core.feed.row import TENSORS
 from dflash_core.training.staging import SLOTS, StagedBatches, Staging
 from tests.training.small import SmallRows
@@ -47,7 +47,7 @@ def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def staged(source: Any, steps: int = 8, rows: int = 2) -> tuple[Feed, StagedBatches]:
-    feed = Feed(source, replicas=1, rows_per_microstep=rows, queue_rows=2 * rows, start_ordinal=0, stop_ordinal=rows * steps)
+    feed = Feed(loaders_of(source), replicas=1, rows_per_microstep=rows, queue_rows=2 * rows, start_ordinal=0, stop_ordinal=rows * steps)
     staging = Staging(collate([SmallRows().row(ordinal) for ordinal in range(rows)]), CPU)
     return feed, StagedBatches(feed, 0, staging, 0, steps, "replica 0 (cpu)")
 

@@ -1,0 +1,182 @@
+"""Rows from live targets: the same samples in the same order as from shards, without a disk in between.
+
+    loaders = target_loaders(LiveSamples(samples, load), config, tap_layers)       # one thread for each of config.target_devices
+    with Feed(loaders, …) as feed: …
+
+A target's thread runs the tapped layers over the samples of one row and lays their outputs where the row wants them. On a GPU that is one of a
+fixed number of buffers on the target's own device: nothing passes the host, and whoever copies the features to where they are trained on gives
+the buffer back. A row that is in the queue is finished, so a queue that is full means that targets wait, and an empty one that replicas do.
+
+Shapes: T row length, F features of a token (taps · hidden size); B samples of a batch, t tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dflash_core.config import PipelineConfig
+from dflash_core.data import SampleTable
+from dflash_core.errors import TargetError
+from dflash_core.feed.queue import Loader
+from dflash_core.feed.row import Row
+from dflash_core.feed.source import PackedOrder
+from dflash_core.shards import ShardSample
+from dflash_core.shards.extract import batches
+from dflash_core.target import TargetModel
+
+
+@dataclass(frozen=True)
+class LiveSamples:
+    """What online training takes its rows from, in the place of shards: tokenised samples, and how the target is loaded onto a device."""
+
+    samples: SampleTable
+    load: Callable[[str], TargetModel]
+
+
+class FeatureBuffers:
+    """Room for the features of so many rows on one CUDA device, allocated once."""
+
+    def __init__(self, count: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device):
+        self._free: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(
+            (torch.empty(shape, dtype=dtype, device=device), None) for _ in range(count)
+        )
+
+    def take(self) -> torch.Tensor:
+        """[T, F], the one that has been free for longest. The current stream waits for whoever still reads it."""
+        features_TF, unread = self._free.popleft()  # never empty: there are as many as the queue and those who copy from it can hold
+        if unread is not None:
+            torch.cuda.current_stream(features_TF.device).wait_event(unread)
+        return features_TF
+
+    def give_back(self, features_TF: torch.Tensor, unread: torch.cuda.Event | None) -> None:
+        """From any thread; ``unread`` is the event after which nobody reads it."""
+        self._free.append((features_TF, unread))
+
+
+class TargetRows:
+    """The rows that one target makes, in one thread. Batches are made of the samples of a row alone, as ``extraction.batch_tokens`` allows."""
+
+    def __init__(self, target: TargetModel, samples: SampleTable, order: PackedOrder, config: PipelineConfig, tap_layers: Sequence[int]):
+        training = config.training
+        self._target, self._samples, self._order, self._tap_layers = target, samples, order, tuple(tap_layers)
+        self._lengths = [int(length) for length in samples.lengths]
+        self._batch_tokens = config.extraction.batch_tokens
+        self._dtype: torch.dtype = getattr(torch, config.extraction.feature_dtype)
+        self._shape = training.row_length, len(self._tap_layers) * target.info.hidden_size
+        self.device = target.device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._buffers = None
+        if self._stream is not None:
+            copied_at_once = len(training.devices) * training.rows_per_microstep
+            self._buffers = FeatureBuffers(training.queue_rows + copied_at_once, self._shape, self._dtype, self.device)
+
+    def rows_per_epoch(self, epoch: int) -> int:
+        """Rows of an epoch; the same for all."""
+        return self._order.rows
+
+    def row(self, ordinal: int) -> Row:
+        """Row ``ordinal``, finished. Raises ``TargetError`` naming the sample if a feature is not finite."""
+        members = self._order.samples(ordinal)
+        with self._on_device():
+            features_TF = torch.empty(self._shape, dtype=self._dtype) if self._buffers is None else self._buffers.take()
+            self._run(members, features_TF)
+            self._wait_and_check(members, features_TF)
+        row = self._order.row(ordinal, [self._sample(i) for i in members], features_TF)
+        if self._buffers is None:
+            return row
+        return dataclasses.replace(row, give_back=partial(self._buffers.give_back, features_TF))
+
+    def warm_up(self) -> None:
+        """Make the row that takes most memory of all, on the main thread."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)  # weights were loaded on another stream
+        row = self.row(max(range(self._order.rows), key=self._padded_tokens))
+        if row.give_back is not None:
+            row.give_back(None)
+
+    def _padded_tokens(self, ordinal: int) -> int:
+        return max(len(batch) * self._lengths[batch[0]] for batch in self._batches(self._order.samples(ordinal)))
+
+    def _batches(self, members: Sequence[int]) -> Iterator[list[int]]:
+        return batches(self._lengths, members, self._batch_tokens)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    @torch.no_grad()
+    def _run(self, members: Sequence[int], features_TF: torch.Tensor) -> None:
+        """Fill the features of a row: 0 after the last sample."""
+        places, end = {}, 0
+        for i in members:
+            places[i] = slice(end, end := end + self._lengths[i])
+        for batch in self._batches(members):
+            tokens = [torch.tensor(self._samples.tokens(i), dtype=torch.int64) for i in batch]
+            ids_Bt = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+            mask_Bt = torch.arange(ids_Bt.shape[1]) < torch.tensor([len(ids) for ids in tokens])[:, None]
+            features_BtF = self._target.hidden_states(ids_Bt, mask_Bt, self._tap_layers)
+            for b, i in enumerate(batch):
+                features_TF[places[i]] = features_BtF[b, : len(tokens[b])]
+        features_TF[end:] = 0
+
+    def _wait_and_check(self, members: Sequence[int], features_TF: torch.Tensor) -> None:
+        # Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
+        finite = torch.stack(torch.aminmax(features_TF)).isfinite().all()
+        if self._stream is not None:
+            on_device, finite = finite, torch.empty((), dtype=torch.bool, pin_memory=True)
+            finite.copy_(on_device, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # sleeps until it has come, instead of spinning on a core
+            done.record()
+            done.synchronize()
+        if not finite:
+            self._refuse_nonfinite(members, features_TF)
+
+    def _refuse_nonfinite(self, members: Sequence[int], features_TF: torch.Tensor) -> None:
+        end, hidden = 0, self._target.info.hidden_size
+        for i in members:
+            begin, end = end, end + self._lengths[i]
+            bad = (~features_TF[begin:end].isfinite()).nonzero()
+            if len(bad):
+                position, feature = bad[0].tolist()
+                value = features_TF[begin + position, feature].item()
+                raise TargetError(
+                    f"Sample {self._samples.id(i)!r}: the target's hidden state is {value} at token {position}, "
+                    f"layer {self._tap_layers[feature // hidden]} ({len(bad)} such values). Run the target in another precision (target.dtype), "
+                    "keep its features more precisely (extraction.feature_dtype), or take the sample out of the data."
+                )
+
+    def _sample(self, i: int) -> ShardSample:
+        tokens, mask = torch.tensor(self._samples.tokens(i), dtype=torch.int32), torch.tensor(self._samples.loss_mask(i), dtype=torch.bool)
+        return ShardSample(self._samples.id(i), {"tokens": tokens, "loss_mask": mask})
+
+
+def target_loaders(live: LiveSamples, config: PipelineConfig, tap_layers: Sequence[int]) -> list[Loader]:
+    """A loader for each of ``config.target_devices``, its target loaded and warmed up; targets of one device share its weights.
+
+    Call it on the main thread, before there are workers.
+
+    Raises:
+        DataError: a sample is longer than ``training.row_length``.
+        TargetError: the target cannot be loaded, or its hidden states are not finite.
+    """
+    order = PackedOrder(live.samples.lengths, config.training, config.run.seed)
+    targets: dict[str, TargetModel] = {}
+    loaders = []
+    for number, device in enumerate(config.target_devices):
+        if device not in targets:
+            targets[device] = live.load(device)
+        rows = TargetRows(targets[device], live.samples, order, config, tap_layers)
+        rows.warm_up()
+        loaders.append(Loader(f"target {number} ({device})", rows))
+    return loaders
