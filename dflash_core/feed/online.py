@@ -7,14 +7,14 @@ A target's thread runs the tapped layers over the samples of one row and lays th
 fixed number of buffers on the target's own device: nothing passes the host, and whoever copies the features to where they are trained on gives
 the buffer back. A row that is in the queue is finished, so a queue that is full means that targets wait, and an empty one that replicas do.
 
-Shapes: T row length, F features of a token (taps · hidden size); B samples of a batch, t tokens of the longest of them.
+Shapes: T row length, F features of a token (taps · hidden size), t tokens of some of a row's samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,13 +61,18 @@ class FeatureBuffers:
 
 
 class TargetRows:
-    """The rows that one target makes, in one thread. Batches are made of the samples of a row alone, as ``extraction.batch_tokens`` allows."""
+    """The rows that one target makes, in one thread.
+
+    A pass is over the samples of one row alone. Where the target packs and ``extraction.batch_tokens`` allows it, that is all of them at once, and on
+    CUDA all passes have one shape; otherwise the shapes vary, and the largest of all rows is run in warm-up, so that what it takes is there.
+    """
 
     def __init__(self, target: TargetModel, samples: SampleTable, order: PackedOrder, config: PipelineConfig, tap_layers: Sequence[int]):
         training = config.training
         self._target, self._samples, self._order, self._tap_layers = target, samples, order, tuple(tap_layers)
         self._lengths = [int(length) for length in samples.lengths]
         self._batch_tokens = config.extraction.batch_tokens
+        self._whole_rows = target.packs and training.row_length <= self._batch_tokens
         self._dtype: torch.dtype = getattr(torch, config.extraction.feature_dtype)
         self._shape = training.row_length, len(self._tap_layers) * target.info.hidden_size
         self.device = target.device
@@ -97,15 +102,15 @@ class TargetRows:
         """Make the row that takes most memory of all, on the main thread."""
         if self._stream is not None:
             torch.cuda.synchronize(self.device)  # weights were loaded on another stream
-        row = self.row(max(range(self._order.rows), key=self._padded_tokens))
+        row = self.row(0 if self._whole_rows else max(range(self._order.rows), key=self._padded_tokens))
         if row.give_back is not None:
             row.give_back(None)
 
     def _padded_tokens(self, ordinal: int) -> int:
         return max(len(batch) * self._lengths[batch[0]] for batch in self._batches(self._order.samples(ordinal)))
 
-    def _batches(self, members: Sequence[int]) -> Iterator[list[int]]:
-        return batches(self._lengths, members, self._batch_tokens)
+    def _batches(self, members: Sequence[int]) -> Iterable[Sequence[int]]:
+        return [members] if self._whole_rows else batches(self._lengths, members, self._batch_tokens)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -122,12 +127,12 @@ class TargetRows:
         for i in members:
             places[i] = slice(end, end := end + self._lengths[i])
         for batch in self._batches(members):
-            tokens = [torch.tensor(self._samples.tokens(i), dtype=torch.int64) for i in batch]
-            ids_Bt = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-            mask_Bt = torch.arange(ids_Bt.shape[1]) < torch.tensor([len(ids) for ids in tokens])[:, None]
-            features_BtF = self._target.hidden_states(ids_Bt, mask_Bt, self._tap_layers)
-            for b, i in enumerate(batch):
-                features_TF[places[i]] = features_BtF[b, : len(tokens[b])]
+            documents = [torch.tensor(self._samples.tokens(i)) for i in batch]
+            if self._whole_rows and self._stream is not None and end < len(features_TF):
+                documents.append(torch.zeros(len(features_TF) - end, dtype=torch.int32))  # every pass has the same shapes, and takes the same memory
+            features_tF = self._target.packed_hidden_states(documents, self._tap_layers)
+            for i, part_tF in zip(batch, features_tF.split([len(ids) for ids in documents]), strict=False):
+                features_TF[places[i]] = part_tF
         features_TF[end:] = 0
 
     def _wait_and_check(self, members: Sequence[int], features_TF: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """After warm-up nothing may compile: while a thread traces, any other thread that calls a compiled function can crash or hang.
 
     with CompileGuard() as guard:        # on the main thread, around the life of all workers
-        ...                              # in each thread: with guard.explained("replica 1"): ...
+        ...                              # in each thread: with guard.explained(): ...
 
 Three nets, because each has a hole. The stance ``fail_on_recompile`` refuses forward recompilations and names the guard that failed, but
 lets a lazily compiled backward pass. Where torch announces a compilation of either kind to its callbacks, the guard steps in and vetoes by
@@ -88,6 +88,8 @@ class CompileGuard:
         """Turn a refused compilation of this thread into ``LateCompilationError``, with the original as its cause; other errors pass."""
         try:
             yield
+        except LateCompilationError:  # of another thread, whose rows this one waited for
+            raise
         except Exception as error:
             refused = self._refusal_in(error)
             if refused is None:
