@@ -29,7 +29,7 @@ import torch
 from benchmarks.common import Shape
 from dflash_core.config import PipelineConfig, parse_config
 from dflash_core.drafter import DFlashConfig
-from dflash_core.feed import Batch, Row, build_row, collate, loaders_of, pack_rows
+from dflash_core.feed import Batch, Loader, Row, build_row, collate, loaders_of, pack_rows
 from dflash_core.feed.source import row_generator
 from dflash_core.shards.reader import ShardSample
 from dflash_core.target import TargetInfo, TargetVocabulary
@@ -96,9 +96,11 @@ class StaggeredRows(PackedRows):
 
 
 class TrainingRun:
-    """The product's warm-up and training on packed rows, for ``steps`` steps, in a folder that does not stay."""
+    """The product's warm-up and training on packed rows, for ``steps`` steps, in a folder that does not stay. ``loaders`` make other rows."""
 
-    def __init__(self, shape: Shape, devices: list[str], steps: int, *, source: PackedRows | None = None, **training: Any):
+    def __init__(
+        self, shape: Shape, devices: list[str], steps: int, *, source: PackedRows | None = None, loaders: list[Loader] | None = None, **training: Any
+    ):
         self.shape, self.devices, self._steps, self._training = shape, devices, steps, training
         info = target_info(shape)
         self.config = training_config(shape, devices, steps, **training)
@@ -110,7 +112,7 @@ class TrainingRun:
         self.folder = Path(self._temporary.name)
         with mock.patch("dflash_core.training.session.initial_drafter", _RandomDrafter):
             self.report: WarmUpReport = warm_up_source(
-                self.config, run_id="benchmark", loaders=loaders_of(self._source), settings=config_settings(self.config), info=info,
+                self.config, run_id="benchmark", loaders=loaders or loaders_of(self._source), settings=config_settings(self.config), info=info,
                 vocabulary=_vocabulary(shape, info, torch.device(devices[0])), folder=self.folder,
             )  # fmt: skip
         session = TrainingSession.get("benchmark", self.config)
@@ -118,8 +120,10 @@ class TrainingRun:
         self.session: TrainingSession = session
         self._trained = 0
 
-    def train(self, steps: int | None = None, replicas: int | None = None) -> TrainingResult:
-        """From the first row on, all steps by default, with all replicas or the first ones. Raises what the trainer raises.
+    def train(self, steps: int | None = None, replicas: int | None = None, loaders: list[Loader] | None = None) -> TrainingResult:
+        """From the first row on, all steps by default, with all replicas or the first ones, on the rows of some loaders or those of warm-up.
+
+        Raises what the trainer raises.
 
         The first replica alone still packs its gradients as it does among others: 1 ms of a step of 120.
         """
@@ -129,7 +133,7 @@ class TrainingRun:
         session = dataclasses.replace(
             self.session, config=training_config(self.shape, self.devices[:some], self._steps, **self._training),
             folder=self.folder / f"training-{number}", state=TrainingState(), total_steps=steps or self._steps,
-            replicas=self.session.replicas[:some], syncs=syncs, spent=False,
+            replicas=self.session.replicas[:some], syncs=syncs, spent=False, loaders=loaders or self.session.loaders,
         )  # fmt: skip
         self._records = session.folder / "metrics.jsonl"
         nothing = mock.Mock(return_value=({}, {}, {}))

@@ -13,13 +13,14 @@ from dflash_core.evaluation import EvaluationResult, sets_table
 from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of, write_summary
-from dflash_core.training import read_metrics
+from dflash_core.training import bottleneck_in_words, read_metrics
 from tasks.progress import duration
 from tasks.registry import Version
 from tasks.run import Run, publish
 from tasks.tracker import flat_params
 
 REPORT = "report.html"
+_FEED = ("data_wait_share", "source_wait_share", "feed_bottleneck")
 
 
 def summarise(run: Run) -> Path:
@@ -54,7 +55,7 @@ def training_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]
     """What a table of runs is sorted by: the end of training, and means over all of it."""
     if not metrics:
         return {}
-    means = {f"training_{name}": _mean(metrics, name) for name in ("tokens_per_second", "data_wait_share")}
+    means = {f"training_{name}": _mean(metrics, name) for name in ("tokens_per_second", *_FEED)}
     last = {f"final_{name}": metrics[-1][name] for name in ("loss", "token_accuracy") if name in metrics[-1]}
     peak = {f"training_peak_{name}": max(item[name] for item in metrics if name in item) for name in metrics[-1] if name.startswith("memory_")}
     return {**means, **last, **peak}
@@ -87,7 +88,8 @@ def report_of(
         "Training": {
             "steps": f"{counts['train']['steps']:,} of {config.rows_per_step} rows of {config.training.row_length} tokens",
             "speed": f"{counts['train']['tokens_per_second']:,.0f} tokens/s",
-            "waited for data": f"{_mean(metrics, 'data_wait_share'):.1%} of the time" if metrics else "not recorded",
+            "rows from": "shards" if run.plan.extracts else f"targets on {', '.join(config.target_devices)}",
+            "feed": bottleneck_in_words({name: _mean(metrics, name) for name in _FEED}) if metrics else "not recorded",
         },
     }
     stages = [(name, duration(stage["seconds"]), "found done" if stage["cached"] else "done") for name, stage in summary["stages"].items()]

@@ -2,7 +2,7 @@
 
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
 from dflash_core.training.guard import CompileGuard
-from dflash_core.training.metrics import read_metrics
+from dflash_core.training.metrics import bottleneck_in_words, read_metrics
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import OPERATIONAL, TrainingSession, WarmUpReport, count_steps, initial_drafter, warm_up
 from dflash_core.training.sync import GradientSync
@@ -18,6 +18,7 @@ __all__ = [
     "TrainingSession",
     "TrainingState",
     "WarmUpReport",
+    "bottleneck_in_words",
     "count_steps",
     "initial_drafter",
     "learning_rate",

@@ -1,15 +1,15 @@
 """Memory of a device, step by step: after warm-up it must not grow.
 
 The first replica of each CUDA device reads the allocator after every step of its own; allocation happens when work is queued, so what it reads is
-exact although the device has not finished. Growth of what is reserved is told with its cause, and ends the run where
-``training.strict_memory`` says so. On the CPU the resident set of the process is all there is to know.
+exact although the device has not finished. Devices that only targets use are read after steps too. Growth of what is reserved is told with its
+cause, and ends the run where ``training.strict_memory`` says so. On the CPU the resident set of the process is all there is to know.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -112,9 +112,11 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def watches(devices: Sequence[torch.device], strict: bool) -> list[MemoryWatch | None]:
-    """For each replica the watch over its device, if it is the first replica there and the device is a CUDA device."""
-    return [MemoryWatch(device, strict) if device.type == "cuda" and device not in devices[:index] else None for index, device in enumerate(devices)]
+def watches(replicas: Sequence[torch.device], others: Iterable[torch.device], strict: bool) -> list[list[MemoryWatch]]:
+    """What each replica watches: its CUDA device, if it is the first replica there; the first one also those of ``others`` that have no replica."""
+    watched = [[device] if device not in replicas[:index] else [] for index, device in enumerate(replicas)]
+    watched[0] += sorted(set(others) - set(replicas), key=str)
+    return [[MemoryWatch(device, strict) for device in devices if device.type == "cuda"] for devices in watched]
 
 
 def _mib(size: int) -> str:

@@ -15,13 +15,13 @@ class MetricLog:
     """Collects step records on the main thread and writes one line per ``log_every`` steps."""
 
     def __init__(
-        self, path: Path, sink: MetricSink, *, log_every: int, tokens_per_step: int, memory: Sequence[MemoryWatch | None], resumed_step: int
+        self, path: Path, sink: MetricSink, *, log_every: int, tokens_per_step: int, memory: Sequence[Sequence[MemoryWatch]], resumed_step: int
     ):
         self._path = path
         self._sink = sink
         self._log_every = log_every
         self._tokens_per_step = tokens_per_step
-        self._memory = [watch for watch in memory if watch is not None]
+        self._memory = [watch for of_replica in memory for watch in of_replica]
         self._window: list[StepRecord] = []
         self.last: Mapping[str, float] = self._forget_after(resumed_step)
 
@@ -69,6 +69,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             continue
     return records
+
+
+def bottleneck_in_words(metrics: Mapping[str, float]) -> str:
+    """Which side of the queue the other waits for, from the metrics of some steps."""
+    number, drafter, source = (metrics[name] for name in ("feed_bottleneck", "data_wait_share", "source_wait_share"))
+    slower = "rows come too slowly" if number > 0 else "rows wait to be taken"
+    return f"{slower} (feed_bottleneck {number:+.2f}: replicas waited {drafter:.0%} of the time, whoever makes rows {source:.0%})"
 
 
 def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, float]:

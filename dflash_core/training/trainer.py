@@ -36,7 +36,7 @@ from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, save_training_checkpoint
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.memory import watches
-from dflash_core.training.metrics import MetricLog
+from dflash_core.training.metrics import MetricLog, bottleneck_in_words
 from dflash_core.training.replica import gather
 from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread, warm_up
 from dflash_core.training.worker import Shared, Worker, describe_nonfinite
@@ -97,7 +97,8 @@ class DrafterTrainer:
         session, training = self.session, self.session.config.training
         session.take()
         session.folder.mkdir(parents=True, exist_ok=True)
-        memory = watches([replica.device for replica in session.replicas], training.strict_memory)
+        targets = (torch.device(device) for device in session.config.target_devices)
+        memory = watches([replica.device for replica in session.replicas], targets, training.strict_memory)
         log = MetricLog(
             session.folder / "metrics.jsonl", on_metrics, log_every=training.log_every,
             tokens_per_step=session.config.rows_per_step * training.row_length,
@@ -134,6 +135,8 @@ class DrafterTrainer:
         if finished:
             with atomic_write(weights) as temporary:
                 save_file(gather(session.replicas)[0], temporary)
+        if log.last:
+            logger.info("Feed: %s", bottleneck_in_words(log.last))
         result = TrainingResult(
             finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3),
             dict(log.last), weights if finished else None,

@@ -64,14 +64,14 @@ class Shared:
         session: TrainingSession,
         feed: Feed,
         guard: CompileGuard,
-        memory: Sequence[MemoryWatch | None],
+        memory: Sequence[Sequence[MemoryWatch]],
         user_stop: threading.Event | None,
         save: Callable[[TrainingCheckpoint], None],
     ):
         self.session = session
         self.feed = feed
         self.guard = guard
-        self.memory = memory  # one for each replica
+        self.memory = memory  # of each replica
         self.stop = threading.Event()
         self.user_stop = user_stop
         self.aborted = threading.Event()
@@ -195,8 +195,8 @@ class Worker:
         replica.apply(rate)
         self.sync.share_weights(replica)
         self._pending.append((step, replica.totals_later(), rate, waited))
-        if self._memory is not None:
-            self._memory.after_step(step + 1)
+        for watch in self._memory:
+            watch.after_step(step + 1)
 
     def _read_totals(self, keep: int) -> None:
         """Read finished steps until ``keep`` are left unread, and draw the consequences."""

@@ -64,3 +64,15 @@ def test_flops_of_a_step_are_those_of_the_issue():
     from benchmarks.common import SHAPES
 
     assert SHAPES["1x2048"].flops == pytest.approx(68.1e12, rel=2e-3)
+
+
+def test_training_from_a_live_target_is_measured_at_a_tiny_size(tmp_path):
+    results = tmp_path / "results.jsonl"
+    out = run(
+        "from pathlib import Path\nimport torch\nfrom benchmarks.common import SHAPES, Recorder\nfrom benchmarks.online import measure_online\n"
+        f"recorder = Recorder(Path({str(results)!r}), torch.device('cpu'), 'abc', False)\n"
+        "measure_online(recorder, SHAPES['tiny'], 'cpu', 'cpu', 12, ['apart', 'together'], {'compile': 'off'})"
+    )
+    (record,) = map(json.loads, results.read_text().splitlines())
+    assert record["name"] == "multi.online_tok_s.one_gpu"
+    assert {"data_wait_share", "source_wait_share", "feed_bottleneck", "queue_depth", "copy", "target_alone_tok_s"} <= set(record["detail"]), out

@@ -61,7 +61,8 @@ def test_strict_growth_is_an_error() -> None:
         watched.after_step(2)
 
 
-def test_each_gpu_is_watched_by_its_first_replica_and_the_cpu_by_none() -> None:
+def test_each_gpu_is_watched_by_its_first_replica_or_by_the_first_of_all_and_the_cpu_by_none() -> None:
     devices = [torch.device(name) for name in ("cuda:0", "cuda:0", "cuda:1")]
-    assert [watch.device.index if watch else None for watch in watches(devices, False)] == [0, None, 1]
-    assert watches([torch.device("cpu")] * 2, True) == [None, None]
+    found = watches(devices, [torch.device("cuda:1"), torch.device("cuda:3")], False)
+    assert [[watch.device.index for watch in of_replica] for of_replica in found] == [[0, 3], [], [1]]
+    assert watches([torch.device("cpu")] * 2, [torch.device("cpu")], True) == [[], []]
