@@ -84,7 +84,7 @@ def measure_online(recorder: Recorder, shape: Shape, target: str, drafter: str, 
 
 
 def _loaders(shape: Shape, info: TargetInfo, device: str, settings: PipelineConfig, taps: tuple[int, ...]) -> list[Loader]:
-    live = LiveSamples(RandomSamples(shape), lambda _: random_target(shape, info, device))  # type: ignore[arg-type]
+    live = LiveSamples(RandomSamples(shape), lambda _: [random_target(shape, info, device)])  # type: ignore[arg-type]
     return target_loaders(live, settings, taps)
 
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -323,10 +323,10 @@ def _features(plan: Plan) -> ShardDataset | LiveSamples:
         plan.release_target()
         return ShardDataset(plan.folder("shards"), expect=expected_of(plan.info, plan.tap_layers))
 
-    def load(device: str) -> TargetModel:
-        model = plan.target_model(plan.config.target.dtype, device)
+    def load(devices: Sequence[str]) -> list[TargetModel]:
+        models = plan.target_models(plan.config.target.dtype, devices)
         plan.release_target()
-        return model
+        return models
 
     return LiveSamples(SampleTable.open(plan.folder("samples") / "train.parquet"), load)
 

@@ -239,7 +239,7 @@ class Plan:
     def _features_depend_on(self) -> dict[str, Any]:
         if self.extracts:
             return {"shards": self.key("shards")}
-        extraction = self.config.extraction.model_dump(mode="json", exclude={"samples_per_shard"})
+        extraction = self.config.extraction.model_dump(mode="json", exclude={"samples_per_shard", "devices"})
         return {"online": {**self._shards_depends_on(), "extraction": extraction}}
 
     def _train_depends_on(self) -> dict[str, Any]:

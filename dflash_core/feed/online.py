@@ -34,10 +34,10 @@ from dflash_core.target import TargetModel
 
 @dataclass(frozen=True)
 class LiveSamples:
-    """What online training takes its rows from, in the place of shards: tokenised samples, and how the target is loaded onto a device."""
+    """What online training takes its rows from, in the place of shards: tokenised samples, and what loads the target onto devices."""
 
     samples: SampleTable
-    load: Callable[[str], TargetModel]
+    load: Callable[[Sequence[str]], list[TargetModel]]
 
 
 class FeatureBuffers:
@@ -176,11 +176,10 @@ def target_loaders(live: LiveSamples, config: PipelineConfig, tap_layers: Sequen
         TargetError: the target cannot be loaded, or its hidden states are not finite.
     """
     order = PackedOrder(live.samples.lengths, config.training, config.run.seed)
-    targets: dict[str, TargetModel] = {}
+    devices = sorted(set(config.target_devices))
+    targets = dict(zip(devices, live.load(devices), strict=True))
     loaders = []
     for number, device in enumerate(config.target_devices):
-        if device not in targets:
-            targets[device] = live.load(device)
         rows = TargetRows(targets[device], live.samples, order, config, tap_layers)
         rows.warm_up()
         loaders.append(Loader(f"target {number} ({device})", rows))

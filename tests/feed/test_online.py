@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,14 +51,14 @@ def config(batch_tokens: int, targets: int = 1, feature_dtype: str = "float32") 
 
 def rows(settings: PipelineConfig, target: TargetModel, count: int) -> list[Row]:
     """As a replica takes them from the queue that targets fill."""
-    loaders = target_loaders(LiveSamples(SAMPLES, lambda device: target), settings, TAPS)  # type: ignore[arg-type]
+    loaders = target_loaders(LiveSamples(SAMPLES, lambda devices: [target]), settings, TAPS)  # type: ignore[arg-type]
     with Feed(loaders, replicas=1, rows_per_microstep=1, queue_rows=4, start_ordinal=0, stop_ordinal=count) as feed:
         return [feed.take(0, microstep)[0] for microstep in range(count)]
 
 
 def rows_of_shards(settings: PipelineConfig, target: TargetModel, folder: Path, count: int) -> list[Row]:
     extract(
-        settings.extraction, target.info, lambda ids, mask: target.hidden_states(ids, mask, TAPS), SAMPLES, folder,  # type: ignore[arg-type]
+        settings.extraction, target.info, [partial(target.packed_hidden_states, tap_layers=TAPS)], SAMPLES, folder,  # type: ignore[arg-type]
         tap_layers=TAPS, target_dtype="float32", code_version=1,
     )  # fmt: skip
     source = ShardRows(ShardDataset(folder), settings.training, settings.run.seed)
