@@ -99,9 +99,8 @@ def _measure(recorder: Recorder, run: TrainingRun, loaders: list[Loader], name: 
             row.give_back(None)
     run.train(loaders=loaders)
     records = run.records[SETTLED:]
-    means = {
-        key: round(float(np.mean([record[key] for record in records])), 3) for key in ("data_wait_share", "source_wait_share", "feed_bottleneck")
-    }
+    keys = ("data_wait_share", "source_wait_share", "feed_bottleneck", "queue_depth")
+    means = {key: round(float(np.mean([record[key] for record in records])), 3) for key in keys}
     rate = shape.B * shape.T / run.seconds_of_a_step(SETTLED)
     one, other = torch.device(detail["target"]), torch.device(detail["drafter"])
     copy = "on one device" if one == other else "peer to peer" if torch.cuda.can_device_access_peer(other, one) else "through the driver"
