@@ -22,7 +22,8 @@ import pyarrow as pa
 
 from dflash_core import __main__ as core
 from dflash_core import pipeline
-from dflash_core.data import samples
+from dflash_core.data import driver, samples
+from dflash_core.data.cache import Journal
 from dflash_core.drafter import export
 from dflash_core.evaluation import evaluate
 from dflash_core.stages import Manifest
@@ -35,7 +36,7 @@ def moments(replicas: int) -> list[tuple[str, int]]:
     """(call, count): a child dies before its ``count``-th call. In every stage, after some of its work; and again once its work is done."""
     within = [
         ("write_json_atomic", 1),  # target: before target.json
-        ("generate", 3),  # responses: of 4 batches
+        ("append", 20),  # responses: with as many as before this one on disk
         ("write_table", 2),  # samples: one side is written, the other is not
         ("hidden_states", 6),  # shards: in the second or third
         ("warm_up", replicas),
@@ -48,7 +49,7 @@ def moments(replicas: int) -> list[tuple[str, int]]:
 
 OWNERS: dict[str, Any] = {
     "write_json_atomic": pipeline,
-    "generate": TargetModel,
+    "append": Journal,
     "write_table": samples.pq.ParquetWriter,
     "hidden_states": TargetModel,
     "warm_up": Replica,
@@ -61,6 +62,7 @@ OWNERS: dict[str, Any] = {
 
 def main(folder: Path) -> None:
     config = write_tiny_run(folder)
+    driver._SYNC_SECONDS = 0.0  # every response is written by itself
     pa.table({"numbers": [1]})  # imports pandas where it is installed, once here instead of in every child
     for replicas in (1, 2):
         change = [f"training.devices=[{', '.join(['cpu'] * replicas)}]", f"training.accumulation_steps={2 // replicas}"]

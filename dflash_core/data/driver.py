@@ -206,7 +206,8 @@ class Driver:
         yield fresh
 
     def _record(self, fresh: Sequence[tuple[_Request, Response]]) -> None:
-        self._journal.append((self._key(request), response) for request, response in fresh)
+        if fresh:
+            self._journal.append((self._key(request), response) for request, response in fresh)
 
     def _from_cache(self, request: _Request) -> bool:
         cached = self._cache.get(cache_key(self._target_digest, self._generation, request.prompt).prompt)

@@ -172,9 +172,9 @@ def test_interrupted_and_started_again_no_request_is_lost_or_made_twice(tmp_path
 
     append = Journal.append
 
-    def interrupted(journal: Journal, key: str, responses: Any) -> None:
+    def interrupted(journal: Journal, responses: Any) -> None:
         nonlocal kept
-        append(journal, key, responses)
+        append(journal, responses)
         kept += 1
         if kept == 4:
             raise KeyboardInterrupt
