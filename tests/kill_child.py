@@ -26,7 +26,7 @@ from dflash_core.data import driver, samples
 from dflash_core.data.cache import Journal
 from dflash_core.drafter import export
 from dflash_core.evaluation import evaluate
-from dflash_core.stages import Manifest
+from dflash_core.stages import CLAIMS, LOCK, Manifest
 from dflash_core.target import TargetModel
 from dflash_core.training.replica import Replica
 from tests.tiny_run import write_tiny_run
@@ -38,7 +38,7 @@ def moments(replicas: int) -> list[tuple[str, int]]:
         ("write_json_atomic", 1),  # target: before target.json
         ("append", 20),  # responses: with as many as before this one on disk
         ("write_table", 2),  # samples: one side is written, the other is not
-        ("hidden_states", 6),  # shards: in the second or third
+        ("packed_hidden_states", 8),  # shards: of 10, while the ones before are still being written
         ("warm_up", replicas),
         ("micro_step", 8 * 2 // replicas),  # train: in step 8, after the checkpoint of step 5
         ("measure", 2),  # evaluate: of 3 prompts
@@ -51,7 +51,7 @@ OWNERS: dict[str, Any] = {
     "write_json_atomic": pipeline,
     "append": Journal,
     "write_table": samples.pq.ParquetWriter,
-    "hidden_states": TargetModel,
+    "packed_hidden_states": TargetModel,
     "warm_up": Replica,
     "micro_step": Replica,
     "measure": evaluate._Bench,
@@ -102,8 +102,8 @@ def life(config: Path, workspace: Path, number: int, change: Sequence[str], mome
 
 
 def inventory(folder: Path) -> dict[str, list[int]]:
-    """[inode, time of change in ns] of every file below a folder; a lock changes nothing and is left out."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
+    """[inode, time of change in ns] of every file below a folder; locks change nothing and are left out."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (LOCK, CLAIMS)]
     return {path.relative_to(folder).as_posix(): [path.stat().st_ino, path.stat().st_mtime_ns] for path in files}
 
 

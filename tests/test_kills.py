@@ -106,12 +106,12 @@ def test_no_response_no_shard_and_no_answer_is_made_twice_and_training_goes_back
     per_step = 2 // replicas
     assert expected["micro_step"] == STEPS * per_step
     assert calls["micro_step"] == (8 * per_step - 1) + (STEPS - 5) * per_step
-    # Only the batches of the shard that was being written are computed again.
+    # Only the batches of the shards that were being written are computed again.
     deaths = moments(replicas)
-    begun = deaths.index(("hidden_states", 6))
+    begun = deaths.index(("packed_hidden_states", 8))
     whole = {name for name in inventories(killed)[begun] if name.startswith("shards-") and name.endswith(".safetensors")}
     assert len(whole) >= 1
-    assert expected["hidden_states"] < calls["hidden_states"] < expected["hidden_states"] + 5
+    assert expected["packed_hidden_states"] < calls["packed_hidden_states"] < expected["packed_hidden_states"] + 7
 
 
 def test_a_finished_stage_is_found_by_every_later_process_and_its_files_are_not_touched(killed: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_finished_stage_is_found_by_every_later_process_and_its_files_are_not_
 
 def test_what_an_unfinished_stage_has_finished_is_kept_as_it_is(killed: Path, replicas: int) -> None:
     seen, deaths = inventories(killed), moments(replicas)
-    at_death = seen[deaths.index(("hidden_states", 6))]
+    at_death = seen[deaths.index(("packed_hidden_states", 8))]
     shards = [path for path in at_death if path.startswith("shards-") and not path.endswith(".tmp")]
     assert any(path.endswith("shard-00000.safetensors") for path in shards)
     assert not any(path.endswith("index.arrow") for path in shards)
