@@ -67,16 +67,21 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 @told
-def retrain(config: ConfigPath, overrides: Overrides = None) -> None:
+def retrain(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what it would decide; the champion stays, and the round is left open.")] = False,
+) -> None:
     """Train on new prompts, from the champion on.
 
-    CONFIG has a section 'retrain'. The new drafter becomes the champion if it is lossless and better by the margin; says why, or why not.
+    CONFIG has a section 'retrain'. The new drafter becomes the champion if it is lossless and better by the margin and by more than chance; says
+    why, or why not.
     """
     from flows.here import retrain_here
     from flows.services import use_running_services
 
     use_running_services()
-    outcome = retrain_here(config, overrides or [])
+    outcome = retrain_here(config, overrides or [], dry_run=dry_run)
     for reason in outcome.get("reasons", ()):
         print(reason)
     print(outcome.get("summary", "Too few new prompts: nothing was done."))
@@ -145,6 +150,24 @@ def evaluate(
     from flows.one_stage import evaluate as evaluate_here
 
     print(evaluate_here(config, overrides or [], drafter) / "evaluation.json")
+
+
+@app.command()
+@told
+def compare(
+    first: Annotated[str, typer.Argument(help="An evaluation's folder; with --config a drafter: a folder, 'champion', a version's number.")],
+    second: Annotated[str, typer.Argument(help="The same for the drafter that it is compared with.")],
+    config: Annotated[Path | None, typer.Option(metavar="CONFIG", help="Measure drafters on the prompts of this configuration first.")] = None,
+    overrides: Overrides = None,
+    to: Annotated[Path | None, typer.Option(help="Write comparison.json and comparison.png into this folder.")] = None,
+) -> None:
+    """Compare two drafters prompt by prompt.
+
+    Difference in acceptance length on the same prompts, set by set, with its 95 % interval and a paired test.
+    """
+    from flows.compare_drafters import compare_drafters
+
+    compare_drafters(first, second, config, overrides or [], to)
 
 
 @app.command()

@@ -39,7 +39,7 @@ def run_here(path: Path, overrides: Sequence[str]) -> Path:
     return _run(flow, config, path)
 
 
-def retrain_here(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def retrain_here(path: Path, overrides: Sequence[str], *, dry_run: bool = False) -> dict[str, Any]:
     """Check the configuration and run 'retrain-drafter'.
 
     Returns:
@@ -52,7 +52,7 @@ def retrain_here(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     def flow() -> dict[str, Any]:
         from flows.retrain_drafter import retrain_drafter
 
-        outcome: Any = retrain_drafter(config)  # the data of the state that it returns
+        outcome: Any = retrain_drafter(config, dry_run)  # the data of the state that it returns
         return dict(outcome)
 
     return _run(flow, config, path)

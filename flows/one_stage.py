@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -39,16 +39,26 @@ def evaluate(path: Path, overrides: Sequence[str], drafter: str | None) -> Path:
     plan = Plan(config, str(path))
     require(plan, path, "samples" if drafter else "train")
     found = find_drafter(config, drafter) if drafter else None
+    folder = _watched(lambda teller: run_stage(plan, "evaluate", progress=teller).folder if found is None else evaluate_folder(plan, found, teller))
+    print_evaluation(evaluation_of(folder))
+    return folder
+
+
+def evaluation_here(plan: Plan, drafter: Path) -> EvaluationResult:
+    """Measure the drafter of a folder on the prompts of a plan whose samples are there."""
+    return evaluation_of(_watched(lambda teller: evaluate_folder(plan, drafter, teller)))
+
+
+def _watched(measure: Callable[[ProgressTeller], Path]) -> Path:
     watcher = console_watcher()
     watcher.begin("evaluate")
     teller = ProgressTeller("evaluate", watcher)
     try:
         with teller.running():
-            folder = run_stage(plan, "evaluate", progress=teller).folder if found is None else evaluate_folder(plan, found, teller)
+            folder = measure(teller)
         teller.outcome = f"see {folder / 'evaluation.json'}"
     finally:
         watcher.end("evaluate", teller.outcome)
-    print_evaluation(evaluation_of(folder))
     return folder
 
 

@@ -8,11 +8,12 @@ finished; and comes to the same decision.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
+from pydantic import Field
 
 from dflash_core.retrain import RetrainConfig
 from flows.train_drafter import run_stages
@@ -21,13 +22,16 @@ from tasks.run import Run
 
 
 @flow(name="retrain-drafter", flow_run_name="{config.run.name}", retries=0, persist_result=False)
-def retrain_drafter(config: RetrainConfig) -> State[Any]:
+def retrain_drafter(
+    config: RetrainConfig,
+    dry_run: Annotated[bool, Field(description="Train, measure and decide, but move neither the champion nor the watermark.")] = False,
+) -> State[Any]:
     """Train a drafter on new prompts, from the champion on, and promote it if it is better.
 
     Returns:
         A state whose data are ``summary``, ``promoted``, ``version`` and ``reasons``; or nothing where too few prompts have arrived.
     """
-    with Retraining.open(config) as retraining:
+    with Retraining.open(config, dry_run=dry_run) as retraining:
         collect_prompts(retraining)
         if retraining.current is None:
             return Completed(message=retraining.nothing_new, data={})

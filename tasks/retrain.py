@@ -20,6 +20,8 @@ from prefect.states import Completed
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter.checkpoint import read_serving_config
 from dflash_core.errors import ConfigError, DFlashError, InputError, Problem
+from dflash_core.evaluation import EvaluationResult, compare_with_untrained
+from dflash_core.evaluation.plots import write_comparison
 from dflash_core.pipeline import evaluation_of
 from dflash_core.retrain import RetrainConfig
 from dflash_core.retrain.decision import Decision, decide
@@ -36,8 +38,9 @@ logger = logging.getLogger(__name__)
 class Retraining:
     """A target's retraining, held for this process: its rounds, its registered models, the round that is going on and its outcome."""
 
-    def __init__(self, config: RetrainConfig, rounds: Rounds, registry: Registry):
+    def __init__(self, config: RetrainConfig, rounds: Rounds, registry: Registry, *, dry_run: bool):
         """Use ``Retraining.open``."""
+        self.dry_run = dry_run
         self.config = config
         self.rounds = rounds
         self.registry = registry
@@ -48,8 +51,11 @@ class Retraining:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, config: RetrainConfig) -> Iterator[Retraining]:
+    def open(cls, config: RetrainConfig, *, dry_run: bool = False) -> Iterator[Retraining]:
         """The retraining of the target of a configuration.
+
+        In a dry run the round is trained and judged, and left open: neither the alias nor the watermark moves, and the next retraining that is not
+        dry takes it up.
 
         A round whose prompts or settings prove to be unusable inside is given up, so that corrected ones are read by the next.
 
@@ -61,7 +67,7 @@ class Retraining:
         name = registered_name(config.target.model)
         rounds = Rounds(config.run.workspace / "retrain" / name)
         with rounds.held(), flow_run_logs():
-            retraining = cls(config, rounds, Registry(client, uri))
+            retraining = cls(config, rounds, Registry(client, uri), dry_run=dry_run)
             try:
                 yield retraining
             except InputError:
@@ -130,46 +136,65 @@ def collect_prompts(retraining: Retraining) -> State[dict[str, Any]]:
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, retries=0)
 def promote(run: Run, retraining: Retraining) -> State[dict[str, Any]]:
-    """Decide, move the alias if the new drafter is better, tell why, and only then move the watermark."""
+    """Decide, move the alias if the new drafter is better, tell why, and only then move the watermark. A dry run decides and tells."""
     current, rounds = retraining.current, retraining.rounds
     assert current is not None
     if run.version is None:
         raise DFlashError(f"The drafter is not registered in MLflow ({run.tracker.uri}), so it cannot be promoted. See the log; start again.")
-    decision = rounds.decision(current)
-    if decision is None:
-        evaluation = evaluation_of(run.results["evaluate"].folder)
-        decision = decide(evaluation, margin=retraining.config.retrain.margin, champion=current.champion)
-        rounds.decide(current, decision)
+    evaluation = evaluation_of(run.results["evaluate"].folder)
+    decision = rounds.decision(current) or decide(evaluation, margin=retraining.config.retrain.margin, champion=current.champion)
     promoted, reasons = decision.promote, decision.reasons
-    if promoted:
-        now = retraining.registry.champion(retraining.name)
-        number = now.number if now is not None else None
-        if number in (current.champion, run.version.number):
-            retraining.registry.promote(run.version)
-        else:
-            promoted, reasons = False, (*reasons, f"But the alias was moved by somebody else meanwhile, to {now or 'nothing'}, and stays there.")
-    outcome = "promoted" if promoted else "refused"
+    if not retraining.dry_run:
+        rounds.decide(current, decision)
+        if promoted:
+            promoted, reasons = _moved(retraining, current, run.version, reasons)
+    outcome = ("would be " if retraining.dry_run else "") + ("promoted" if promoted else "refused")
     retraining.registry.set_tags(run.version, {"dflash.decision": outcome, "dflash.compared_with": decision.champion or "nobody"})
     run.tracker.set_tags({"dflash.decision": outcome})
-    if decision.champion_length is not None:
-        run.tracker.log_metrics({"champion_acceptance_length": decision.champion_length})
-    markdown = in_markdown(run.version, retraining.registry.page(run.version), current, decision, promoted, reasons)
-    run.tracker.log_text(markdown, "decision.md")
+    markdown = in_markdown(run.version, retraining.registry.page(run.version), current, decision, outcome, reasons)
+    _record(run, decision, evaluation, markdown)
     publish(lambda: create_markdown_artifact(markdown, key="retraining", description=f"{run.version}: {outcome}"))
-    rounds.close(current)
+    if not retraining.dry_run:
+        rounds.close(current)
     logger.info("%s: %s. %s", run.version, outcome, " ".join(reasons))
-    retraining.outcome = {"summary": f"{run.version}: {outcome}", "promoted": promoted, "version": run.version.number, "reasons": list(reasons)}
+    moved = promoted and not retraining.dry_run
+    retraining.outcome = {"summary": f"{run.version}: {outcome}", "promoted": moved, "version": run.version.number, "reasons": list(reasons)}
     return Completed(message=f"{run.version}: {outcome}", data=retraining.outcome)
 
 
-def in_markdown(version: Version, page: str | None, current: Round, decision: Decision, promoted: bool, reasons: tuple[str, ...]) -> str:
-    """A page that says what was decided, why, and from what."""
+def _moved(retraining: Retraining, current: Round, version: Version, reasons: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    """Whether the alias is at the version now, and the reasons with what kept it elsewhere."""
+    now = retraining.registry.champion(retraining.name)
+    if (now.number if now is not None else None) in (current.champion, version.number):
+        retraining.registry.promote(version)
+        return True, reasons
+    return False, (*reasons, f"But the alias was moved by somebody else meanwhile, to {now or 'nothing'}, and stays there.")
+
+
+def _record(run: Run, decision: Decision, evaluation: EvaluationResult, markdown: str) -> None:
+    """The decision, its reasons and figures, in MLflow: for people, for programs, and as a picture."""
+    run.tracker.log_text(markdown, "decision.md")
+    run.tracker.log_text(decision.model_dump_json(indent=2), "decision.json")
+    if decision.champion_length is not None:
+        run.tracker.log_metrics({"champion_acceptance_length": decision.champion_length})
+    if (found := decision.comparison) is not None:
+        interval = {"challenger_gain_low": found.interval.low, "challenger_gain_high": found.interval.high} if found.interval else {}
+        run.tracker.log_metrics({"challenger_gain": found.difference, "challenger_gain_p": found.p_value, **interval})
+    comparison = compare_with_untrained(evaluation, f"version {decision.champion}", "challenger") if decision.champion is not None else None
+    if comparison is not None:
+        run.tracker.log_artifact(write_comparison(run.plan.run_folder / "plots" / "comparison.png", comparison), "plots")
+
+
+def in_markdown(version: Version, page: str | None, current: Round, decision: Decision, outcome: str, reasons: tuple[str, ...]) -> str:
+    """A page that says what was decided (promoted, refused, would be promoted, would be refused), why, and from what."""
+    heading = {"promoted": "a new champion", "refused": "the champion stays" if decision.champion else "no champion yet"}
+    dry_run = f"a dry run, in which nothing was moved: it {outcome}"
     before = "none" if decision.champion is None else f"version {decision.champion}"
     length = "" if decision.champion_length is None else f"{decision.champion_length:.3f}"
     lines = [
-        f"# {version.name}: {'a new champion' if promoted else 'the champion stays' if decision.champion else 'no champion yet'}",
+        f"# {version.name}: {heading.get(outcome, dry_run)}",
         "",
-        f"{linked(str(version), page)} is **{'promoted' if promoted else 'not promoted'}**.",
+        f"{linked(str(version), page)} {'is' if outcome in heading else ''} **{outcome}**.",
         "",
         *(f"- {reason}" for reason in reasons),
         "",
@@ -177,8 +202,21 @@ def in_markdown(version: Version, page: str | None, current: Round, decision: De
         "|---|---|---|",
         f"| version | {before} | {version.number} |",
         f"| acceptance length, mean of requests | {length} | {decision.challenger_length:.3f} |",
+        *_difference(decision),
         f"| lossless | | {decision.lossless:.1%} of {decision.prompts} prompts |",
         "",
         f"Round {current.number}: {current.new} new prompts and {current.replayed} old ones; {current.heldout} prompts are held out in all rounds.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _difference(decision: Decision) -> list[str]:
+    found = decision.comparison
+    if found is None:
+        return []
+    interval = f" (95 % interval {found.interval.low:+.3f} to {found.interval.high:+.3f})" if found.interval else ""
+    return [
+        f"| difference, prompt by prompt | | {found.difference:+.3f}{interval} |",
+        f"| better, worse | | on {found.better} and {found.worse} of {found.prompts} prompts |",
+        f"| paired test | | p = {found.p_value:.2g} |",
+    ]

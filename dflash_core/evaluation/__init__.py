@@ -1,23 +1,31 @@
 """Measuring a drafter: losslessness, acceptance and speed on held-out prompts and on sets. Pictures are in ``plots``, which needs matplotlib."""
 
+from dflash_core.evaluation.compare import Comparison, Pair, Paired, compare, compare_with_untrained, paired
 from dflash_core.evaluation.evaluate import evaluate_drafter, weights_digest
 from dflash_core.evaluation.lossless import Divergence, find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt, heldout_prompts, set_prompts
 from dflash_core.evaluation.records import PromptRecord, read_records
 from dflash_core.evaluation.result import EvaluationResult, Figures, Measured, PromptFigures
-from dflash_core.evaluation.tables import sets_table
+from dflash_core.evaluation.tables import comparison_table, sets_table
 
 __all__ = [
+    "Comparison",
     "Divergence",
     "EvaluationPrompt",
     "EvaluationResult",
     "Figures",
     "Measured",
+    "Pair",
+    "Paired",
     "PromptFigures",
     "PromptRecord",
+    "compare",
+    "compare_with_untrained",
+    "comparison_table",
     "evaluate_drafter",
     "find_divergence",
     "heldout_prompts",
+    "paired",
     "read_records",
     "set_prompts",
     "sets_table",

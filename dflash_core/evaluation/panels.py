@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_core.evaluation.compare import Comparison
 from dflash_core.evaluation.result import EvaluationResult, Figures, StageSeconds
 
 BLUE, ORANGE, GREEN, GREY, LIGHT, INK, FAINT = "#2563eb", "#f59e0b", "#10b981", "#9ca3af", "#dbe3ee", "#111827", "#6b7280"
@@ -79,6 +80,42 @@ def draw_sets(axes: Any, result: EvaluationResult) -> None:
     axes.set_ylim(-0.5, len(names) - 0.3)
     axes.set_xlim(left=1.0)
     axes.margins(x=0.1)
+
+
+def draw_differences(axes: Any, comparison: Comparison) -> None:
+    """Difference of acceptance length prompt by prompt, sorted, with the mean and its 95 % interval."""
+    overall = comparison.overall
+    differences = sorted((row.second - row.first for row in comparison.rows), reverse=True)
+    title = f"{comparison.second_name} against {comparison.first_name}, prompt by prompt"
+    _style(axes, title, f"{len(differences)} prompts: {overall.better} better, {overall.worse} worse", "difference in acceptance length")
+    axes.bar(range(len(differences)), differences, color=[BLUE if value > 0 else GREY for value in differences], width=0.8)
+    if overall.interval:
+        axes.axhspan(overall.interval.low, overall.interval.high, color=ORANGE, alpha=0.2, linewidth=0)
+    axes.axhline(overall.difference, color=ORANGE, linewidth=1.5)
+    axes.axhline(0.0, color=INK, linewidth=0.8)
+    label = f"mean {overall.difference:+.3f}, p = {overall.p_value:.2g}"
+    axes.annotate(label, (1.0, 1.0), xycoords="axes fraction", ha="right", va="bottom", fontsize=9, color=ORANGE)
+    axes.set_xticks([])
+
+
+def draw_set_differences(axes: Any, comparison: Comparison) -> None:
+    """Difference of acceptance length of each set, with its 95 % interval."""
+    _style(axes, "Set by set", "difference in acceptance length, 95 % interval", "")
+    axes.grid(axis="x", color=LIGHT, linewidth=0.8)
+    axes.grid(visible=False, axis="y")
+    names = [*comparison.sets][::-1]
+    for place, name in enumerate(names):
+        found = comparison.sets[name]
+        if found.interval:
+            axes.hlines(place, found.interval.low, found.interval.high, color=BLUE, linewidth=2.5, alpha=0.45)
+        axes.plot([found.difference], [place], "o", color=BLUE, markersize=8)
+        axes.annotate(
+            f"{found.difference:+.3f}", (found.difference, place), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9, color=INK
+        )
+    axes.axvline(0.0, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(names)), [f"{name} ({comparison.sets[name].prompts})" for name in names])
+    axes.set_ylim(-0.5, len(names) - 0.3)
+    axes.margins(x=0.15)
 
 
 def draw_time(axes: Any, result: EvaluationResult) -> None:

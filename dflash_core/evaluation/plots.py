@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from dflash_core.evaluation.compare import Comparison
 from dflash_core.evaluation.panels import (
     BLUE,
     FAINT,
@@ -27,11 +28,13 @@ from dflash_core.evaluation.panels import (
     ORANGE,
     Metrics,
     draw_acceptance,
+    draw_differences,
     draw_feed,
     draw_loss,
     draw_memory,
     draw_optimiser,
     draw_prompts,
+    draw_set_differences,
     draw_sets,
     draw_throughput,
     draw_time,
@@ -46,6 +49,17 @@ def write_picture(path: Path, metrics: Metrics, result: EvaluationResult) -> Pat
     """Draw the report as a PNG file; returns its path."""
     with atomic_write(path) as temporary:
         report_figure(metrics, result).savefig(temporary, format="png", metadata={"Software": None})
+    return path
+
+
+def write_comparison(path: Path, comparison: Comparison) -> Path:
+    """Draw two drafters prompt by prompt and set by set as a PNG file; returns its path."""
+    figure = _figure(12.0, 4.4)
+    axes: Any = figure.subplots(1, 2, width_ratios=[3, 2])
+    draw_differences(axes[0], comparison)
+    draw_set_differences(axes[1], comparison)
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
     return path
 
 

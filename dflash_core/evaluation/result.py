@@ -60,7 +60,7 @@ class Figures(_Frozen):
 
 
 class PromptFigures(_Frozen):
-    """One prompt in a table. ``acceptance_length`` is None if the answer has no round."""
+    """One prompt in a table. ``acceptance_length`` is None if the answer has no round, that of the untrained drafter also if it was not asked."""
 
     set: str
     id: str
@@ -68,6 +68,7 @@ class PromptFigures(_Frozen):
     prompt_tokens: int
     new_tokens: int
     acceptance_length: float | None
+    acceptance_length_untrained: float | None
     target_passes: int
     speedup: float
     lossless: bool
@@ -204,6 +205,7 @@ def prompt_figures(record: PromptRecord, block_size: int) -> PromptFigures:
         prompt_tokens=record.prompt_tokens,
         new_tokens=one.tokens,
         acceptance_length=acceptance_length(record.trained, block_size),
+        acceptance_length_untrained=acceptance_length(record.untrained, block_size) if record.untrained is not None else None,
         target_passes=one.target_passes,
         speedup=one.speedup,
         lossless=record.lossless,

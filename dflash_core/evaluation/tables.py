@@ -1,7 +1,8 @@
-"""An evaluation in a few rows of text, the same on the console, in a report and as an artifact."""
+"""An evaluation, or a comparison of two, in a few rows of text, the same on the console, in a report and as an artifact."""
 
 from __future__ import annotations
 
+from dflash_core.evaluation.compare import Comparison, Paired
 from dflash_core.evaluation.intervals import Interval
 from dflash_core.evaluation.result import EvaluationResult, Measured
 
@@ -14,6 +15,28 @@ def sets_table(result: EvaluationResult) -> list[dict[str, str]]:
     if len(rows) > 1:
         rows[OVERALL] = result
     return [_row(name, found) for name, found in rows.items()]
+
+
+def comparison_table(comparison: Comparison) -> list[dict[str, str]]:
+    """A row for each set, and one over all where there are several: what both accept, and whether the difference is more than chance."""
+    rows = dict(comparison.sets)
+    if len(rows) > 1:
+        rows[OVERALL] = comparison.overall
+    return [_compared_row(name, found, comparison) for name, found in rows.items()]
+
+
+def _compared_row(name: str, found: Paired, comparison: Comparison) -> dict[str, str]:
+    interval = f" ({found.interval.low:+.3f} to {found.interval.high:+.3f})" if found.interval else ""
+    return {
+        "set": name,
+        "prompts": str(found.prompts),
+        comparison.first_name: f"{found.first:.3f}",
+        comparison.second_name: f"{found.second:.3f}",
+        "difference": f"{found.difference:+.3f}{interval}",
+        "better / worse": f"{found.better} / {found.worse}",
+        "p": f"{found.p_value:.2g}",
+        "": "more than chance" if found.significant else "may be chance" if found.difference else "the same",
+    }
 
 
 def with_interval(value: float, interval: Interval | None, unit: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Does the challenger become the champion? Both were measured on the same held-out prompts, one after the other.
+"""Does the challenger become the champion? Both were measured on the same prompts, one after the other, and are compared prompt by prompt.
 
 decision = decide(evaluation, margin=0.01, champion="3")
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from dflash_core.errors import DFlashError
-from dflash_core.evaluation import EvaluationResult
+from dflash_core.evaluation import EvaluationResult, Paired, compare_with_untrained
 
 
 class Decision(BaseModel):
@@ -16,6 +16,7 @@ class Decision(BaseModel):
 
     champion, champion_length: version and acceptance length (mean of requests) of the champion, None if there was none
     challenger_length:         of the drafter that was trained
+    comparison:                the champion first, the challenger second; None if there was none, or no block was drafted
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,10 +27,14 @@ class Decision(BaseModel):
     challenger_length: float
     lossless: float
     prompts: int
+    comparison: Paired | None = None
 
 
 def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None) -> Decision:
     """Judge the drafter of a retraining by its evaluation, in which ``untrained`` is the champion that it began from.
+
+    It is promoted if it is lossless, better by the margin, and better by more than chance: zero is outside the 95 % interval of the
+    difference, and the paired test agrees.
 
     Args:
         margin: how much longer the acceptance length must be, as a share of the champion's.
@@ -44,11 +49,11 @@ def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None)
         raise DFlashError(f"The champion was measured on {measured} prompts and its challenger on {evaluation.prompts}: they cannot be compared.")
     lossless = evaluation.lossless == 1.0
     reasons = [
-        f"It is lossless on all {evaluation.prompts} held-out prompts."
+        f"It is lossless on all {evaluation.prompts} prompts."
         if lossless
-        else f"It is not lossless: {evaluation.lossless:.1%} of {evaluation.prompts} held-out prompts have the target's own answer."
+        else f"It is not lossless: {evaluation.lossless:.1%} of {evaluation.prompts} prompts have the target's own answer."
     ]
-    length, better = challenger.acceptance.mean_of_requests, True
+    length, better, comparison = challenger.acceptance.mean_of_requests, True, None
     if before is None:
         reasons.append(f"There is no champion yet. Its acceptance length is {length:.3f}.")
     else:
@@ -57,6 +62,11 @@ def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None)
         change = f"{length / champion_length - 1.0:+.2%}"
         wanted = f"at least {margin:+.2%} is asked for (retrain.margin)" if margin else "more is asked for"
         reasons.append(f"Its acceptance length is {length:.3f}, that of the champion (version {champion}) {champion_length:.3f}: {change}, {wanted}.")
+        found = compare_with_untrained(evaluation, f"version {champion}", "challenger")
+        if found is not None:
+            comparison = found.overall
+            reasons.append(_sure(comparison, better))
+        better = better and comparison is not None and comparison.significant
     return Decision(
         promote=lossless and better,
         reasons=tuple(reasons),
@@ -65,4 +75,19 @@ def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None)
         challenger_length=length,
         lossless=evaluation.lossless,
         prompts=evaluation.prompts,
+        comparison=comparison,
     )
+
+
+def _sure(comparison: Paired, better: bool) -> str:
+    """How far the difference is from chance."""
+    if comparison.difference == 0.0:
+        return "Prompt by prompt there is no difference in the mean."
+    interval = comparison.interval
+    within = f"95 % interval {interval.low:+.3f} to {interval.high:+.3f}, " if interval else ""
+    found = f"Prompt by prompt the difference is {comparison.difference:+.3f} ({within}paired test p = {comparison.p_value:.2g})"
+    if comparison.significant:
+        return f"{found}: more than chance."
+    prompts = f"{comparison.conversations} prompts" if comparison.conversations > 1 else "one prompt"
+    few = f": too few prompts to tell it from chance. About {comparison.needed} of this kind would be needed, and {prompts} were measured"
+    return f"{found}{few if better else ', which may be chance'}."

@@ -27,15 +27,25 @@ def generation(accepted: list[int], block: int = 4) -> Generation:
 
 
 def result(*, untrained: bool, rounds: list[int], sets: tuple[str, ...] = ("heldout",)) -> EvaluationResult:
+    """Three prompts of each set, all with the same rounds."""
+    before = [0] * 11 if untrained else None
+    return result_of([(name, f"p{n}", rounds, before) for name in sets for n in range(3)])
+
+
+def result_of(prompts: list[tuple[str, str, list[int], list[int] | None]], *, lossless: bool = True) -> EvaluationResult:
+    """An evaluation of prompts: set, id (whose part before '#' is the conversation), accepted drafts by round, and those before training.
+
+    Not ``lossless``: the first prompt's answer is not the target's own.
+    """
     records = [
         PromptRecord(
-            key="k", set=name, id=f"p{n}", conversation=f"p{n}", prompt_tokens=4, baseline=generation([0] * 11, 1), trained=generation(rounds),
-            untrained=generation([0] * 11) if untrained else None, divergence=None, lossless=True,
+            key="k", set=name, id=id, conversation=id.partition("#")[0], prompt_tokens=4, baseline=generation([0] * 11, 1),
+            trained=generation(rounds), untrained=None if before is None else generation(before), divergence=None,
+            lossless=lossless or number > 0,
         )
-        for name in sets
-        for n in range(3)
+        for number, (name, id, rounds, before) in enumerate(prompts)
     ]  # fmt: skip
-    of_sets = {name: measured([record for record in records if record.set == name], 4) for name in sets}
+    of_sets = {name: measured([record for record in records if record.set == name], 4) for name in dict.fromkeys(name for name, *_ in prompts)}
     return EvaluationResult(
         target="tiny", target_digest="t", drafter_digest="d", prompts_digest="p", dtype="float32", device="cpu", threads=1, block_size=4,
         max_new_tokens=12, temperature=0.0, **dict(measured(records, 4)), sets=of_sets,

@@ -22,6 +22,7 @@ COMMANDS = [
     "plan",
     "validate",
     "evaluate",
+    "compare",
     "export",
     "import",
     "doctor",

@@ -120,6 +120,35 @@ def test_evaluate_of_a_folder_that_is_not_there_says_what_else_there_is(config: 
     assert "drafter = 'no/such/folder': there is no such folder. Name a folder, 'champion' or the number of a version" in errors
 
 
+def test_compare_measures_two_drafters_on_the_same_prompts_and_draws_them(config: Path, tmp_path: Path) -> None:
+    plan = Plan(load_config(config))
+    trained, chats = pipeline.drafter_folder(plan.folder("export")), tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"prompt": "Go on"}) + "\n" + json.dumps({"prompt": "And on"}) + "\n")
+    save_checkpoint(pipeline.initial_drafter(plan.config, pipeline._drafter_config(plan), plan.info), tmp_path / "fresh")
+    sets = ("--set", f"evaluation.sets=[{{name: chats, source: {chats}}}]")
+    status, output, _ = dflashctl("compare", str(tmp_path / "fresh"), str(trained), "--config", str(config), *sets, "--to", str(tmp_path / "both"))
+    assert status == 0
+    assert [name for name in ("heldout", "chats", "overall") if f"\n {name} " in output] == ["heldout", "chats", "overall"]
+    assert "drafter: lossless on 100.0% of the prompts" in output
+    comparison = json.loads((tmp_path / "both" / "comparison.json").read_text())
+    assert (comparison["first_name"], comparison["second_name"], len(comparison["rows"])) == ("fresh", "drafter", 5)
+    assert (tmp_path / "both" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_takes_evaluations_that_are_there_and_refuses_those_of_other_prompts(config: Path) -> None:
+    folder = Plan(load_config(config)).folder("evaluate")
+    status, output, _ = dflashctl("compare", str(folder), str(folder / "evaluation.json"))
+    assert status == 0
+    assert "the same" in output, output
+    pipeline.run_stage(plan := Plan(load_config(config, ["evaluation.max_new_tokens=7"])), "evaluate")
+    status, _, errors = dflashctl("compare", str(folder), str(plan.folder("evaluate")))
+    assert status == 2
+    assert "max_new_tokens = 7" in errors
+    status, _, errors = dflashctl("compare", str(folder), str(folder.parent))
+    assert status == 2
+    assert "holds no evaluation" in errors
+
+
 def test_evaluate_before_training_says_what_to_run(config: Path) -> None:
     status, _, errors = dflashctl("evaluate", str(config), "--set", "run.seed=9")
     assert status == 1

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prefect.client.orchestration import get_client
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dflash_core.retrain import RetrainConfig, load_retrain_config
@@ -23,7 +25,15 @@ pytestmark = pytest.mark.slow
 
 NAME = "dflash-target"
 POOR = ["training.learning_rate=1e-8", "training.epochs=1"]
+HELDOUT = 8  # prompts that are decoded: fewer than six never show a difference
 GOOD = ["training.learning_rate=1e-2", "training.epochs=8"]
+
+
+def make_predictable(target: Path) -> None:
+    """Layers that add nothing: each token of the target's text follows from the one before, so that a drafter learns it in a second."""
+    weights = load_file(target / "model.safetensors")
+    silent = {name: torch.zeros_like(value) if "o_proj" in name or "down_proj" in name else value for name, value in weights.items()}
+    save_file(silent, target / "model.safetensors", metadata={"format": "pt"})
 
 
 class Weekly:
@@ -31,10 +41,13 @@ class Weekly:
 
     def __init__(self, path: Path):
         folder = path.parent
+        make_predictable(folder / "target")
         self.traffic = folder / "traffic.jsonl"
         self.path = path
         section = f"retrain: {{prompts: [{self.traffic}], margin: 0.0}}\n"
-        self.path.write_text(self.path.read_text().replace("  max_steps: 12\n", "") + section)
+        text = self.path.read_text().replace("  max_steps: 12\n", "")
+        text = text.replace("heldout_fraction: 0.2", "heldout_fraction: 0.4").replace("num_prompts: 3", f"num_prompts: {HELDOUT}")
+        self.path.write_text(text + section)
         self.arrived = 0
         self.traffic.touch()
         self.rounds = Rounds(folder / "workspace" / "retrain" / NAME)
@@ -57,8 +70,8 @@ class Weekly:
                 file.write(json.dumps({"prompt": f"Tell me {number} and {number + 1}"}) + "\n")
         self.arrived += count
 
-    def retrain(self, *overrides: str) -> Any:
-        return retrain_drafter(self.config(*overrides))
+    def retrain(self, *overrides: str, dry_run: bool = False) -> Any:
+        return retrain_drafter(self.config(*overrides), dry_run)
 
 
 def newest_run() -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -99,6 +112,10 @@ def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_t
     weekly: Weekly, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weekly.arrive(12)
+    outcome = weekly.retrain(*GOOD, dry_run=True)
+    assert (outcome["promoted"], weekly.champion, weekly.rounds.watermark.round) == (False, "1", 1), "a dry run moves nothing"
+    assert outcome["summary"] == f"{NAME} version 2: would be promoted"
+    assert "nothing was moved: it would be promoted" in newest_run()[2]["retraining"].data
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -115,12 +132,16 @@ def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_t
     assert (tasks["train"], tasks["evaluate"], tasks["export"]) == ("Cached", "Cached", "Cached")
     assert "# dflash-target: a new champion" in artifacts["retraining"].data
     assert "| version | version 1 | 2 |" in artifacts["retraining"].data
+    assert "more than chance" in outcome["reasons"][2]
+    client, _ = open_client(weekly.config())
+    logged = {item.path for item in client.list_artifacts(weekly.registry.version(NAME, "2").run_id)}
+    assert logged >= {"decision.md", "decision.json", "plots"}
     begun = weekly.rounds.place(2)
     asked = [json.loads(line)["messages"][0]["content"] for line in (begun / "prompts.jsonl").read_text().splitlines()]
     assert len(asked) == len(set(asked))
     assert "Tell me 20 and 21" not in asked
     fixed = {json.loads(line)["messages"][0]["content"] for line in (weekly.rounds.place(1) / "heldout.jsonl").read_text().splitlines()}
-    assert fixed & set(asked) == set(asked[:3])
+    assert fixed & set(asked) == set(asked[:HELDOUT])
     version = weekly.registry.version(NAME, "2")
     assert version.tags["dflash.compared_with"] == "1"
     assert version.tags["dflash.decision"] == "promoted"
@@ -140,7 +161,7 @@ def test_a_drafter_that_is_not_better_by_the_margin_is_refused_and_its_prompts_a
     assert weekly.retrain() == {}
     client, _ = open_client(weekly.config())
     parents = [run for run in client.search_runs([client.get_experiment_by_name("dflash").experiment_id]) if "dflash.stage" not in run.data.tags]
-    assert sorted(run.data.tags["dflash.decision"] for run in parents) == ["promoted", "promoted", "refused"]
+    assert sorted(run.data.tags["dflash.decision"] for run in parents) == ["promoted", "promoted", "refused", "would be promoted"]
     assert {run.info.status for run in parents} == {"FINISHED"}
 
 
