@@ -74,7 +74,7 @@ def linear_cross_entropy(
     if softcap is not None and isinstance(head, Fp8Head):
         raise ValueError("a head in fp8 takes no softcap")
     want_gradient = hidden_MH.requires_grad and torch.is_grad_enabled()
-    slots = _labelled_slots(labels_M, max_labelled)
+    slots = labelled_slots(labels_M, max_labelled)
     # autocast would turn the float32 products of the CPU path into bfloat16 ones
     with torch.autocast(hidden_MH.device.type, enabled=False):
         return SlotLosses(
@@ -84,7 +84,7 @@ def linear_cross_entropy(
         )
 
 
-def _labelled_slots(labels_M: Tensor, max_labelled: int | None) -> Tensor | None:
+def labelled_slots(labels_M: Tensor, max_labelled: int | None) -> Tensor | None:
     """Indices of the labelled slots: exactly those, or with a bound that many, the labelled ones first; None for all slots as they are."""
     if max_labelled is None:
         return (labels_M >= 0).nonzero().squeeze(1)
@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         fp8 = head if isinstance(head, Fp8Head) else None
         weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
-        dtype = _product_dtype(hidden_MH, weight_VH)
+        dtype = product_dtype(hidden_MH, weight_VH)
         weight_VH = weight_VH.to(dtype)
         statistics_dtype = torch.promote_types(dtype, torch.float32)
         labels_L = labels_M if slots_L is None else labels_M[slots_L]
@@ -154,7 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_MH, None, None, None, None, None, None
 
 
-def _product_dtype(hidden_MH: Tensor, weight_VH: Tensor) -> torch.dtype:
+def product_dtype(hidden_MH: Tensor, weight_VH: Tensor) -> torch.dtype:
     if hidden_MH.is_cuda:
         return weight_VH.dtype
     # CPUs without bfloat16 instructions multiply it many times slower than float32
