@@ -168,6 +168,9 @@ class ExtractionConfig(Section):
     feature_dtype: Literal["bfloat16", "float32", "fp8"] = Field(
         "bfloat16", description="Precision of the stored features. fp8: half the disk of bfloat16, with a scale for each token and layer."
     )
+    teacher: Literal["none", "last_hidden"] = Field(
+        "none", description="What else is stored, to learn the target's whole distribution: last_hidden, from which it follows. All layers run then."
+    )
 
 
 class DrafterConfig(Section):
@@ -186,6 +189,13 @@ class DrafterConfig(Section):
     initial_checkpoint: LoosePath | None = Field(None, description="Exported drafter folder to continue from; it goes before initial_weights.")
 
 
+class DistillationConfig(Section):
+    """Learning the target's whole distribution, not its token alone. Needs extraction.teacher."""
+
+    weight: Fraction = Field(0.0, description="Share of the divergence from the target's distribution in the loss; the rest is cross-entropy.")
+    temperature: float = Field(1.0, gt=0.0, description="Temperature of both distributions in it; above 1 unlikely tokens count more.")
+
+
 class ObjectiveConfig(Section):
     """What training minimises."""
 
@@ -194,6 +204,7 @@ class ObjectiveConfig(Section):
         None, gt=0.0, description="Decay length of 'decay'. Default: 7, 5, 4 for blocks of 16, 10, 8, and block_size / 2.25 otherwise."
     )
     dpace_alpha: float = Field(0.5, ge=0.0, lt=1.0, description="Smoothing of D-PACE.")
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="What the target would have said besides.")
     chunk_slots: PositiveInt = Field(1024, description="Slots whose logits are alive at one time.")
 
 

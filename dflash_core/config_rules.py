@@ -20,6 +20,7 @@ def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     yield from _online(config)
     yield from _fp8(config)
     yield from _sets(config)
+    yield from _distillation(config)
 
 
 def _sizes(config: PipelineConfig) -> Iterator[Problem]:
@@ -120,3 +121,13 @@ def _sets(config: PipelineConfig) -> Iterator[Problem]:
         if name in ("heldout", "overall") or name in names[:index]:
             message = "is the name of the held-out prompts' figures, or of all" if name not in names[:index] else "names two sets"
             yield Problem(f"evaluation.sets.{index}.name", name, message, "Choose another name")
+
+
+def _distillation(config: PipelineConfig) -> Iterator[Problem]:
+    weight = config.objective.distillation.weight
+    if weight > 0 and config.extraction.teacher == "none":
+        message = f"stores nothing of the target's distribution, which objective.distillation.weight = {weight} needs"
+        yield Problem("extraction.teacher", "none", message, "Set extraction.teacher to last_hidden, or the weight to 0")
+    if weight > 0 and config.training.feed == "online":
+        message = "live targets give no last hidden states"
+        yield Problem("objective.distillation.weight", weight, message, "Set training.feed to shards, or the weight to 0")

@@ -261,11 +261,12 @@ def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: Metri
 def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     target, taps = plan.config.target, plan.tap_layers
     planned_steps(plan)
+    last_hidden = plan.config.extraction.teacher == "last_hidden"
     models = plan.target_models(target.dtype, plan.config.extraction.devices or (target.device,))
     return extract(
         plan.config.extraction,
         plan.info,
-        [functools.partial(model.packed_hidden_states, tap_layers=taps) for model in models],
+        [functools.partial(model.packed_hidden_states, tap_layers=taps, last_hidden=last_hidden) for model in models],
         SampleTable.open(plan.folder("samples") / "train.parquet"),
         folder,
         tap_layers=taps,

@@ -229,11 +229,12 @@ class Plan:
         }
 
     def _shards_depends_on(self) -> dict[str, Any]:
+        extraction = self.config.extraction  # which devices made a shard does not change it
         return {
             "samples": self.key("samples"),
             "taps": list(self.tap_layers),
             "dtype": self.config.target.dtype,
-            "extraction": self.config.extraction.model_dump(mode="json", exclude={"devices"}),  # who made a shard does not change it
+            "extraction": extraction.model_dump(mode="json", exclude={"devices"} if extraction.teacher != "none" else {"devices", "teacher"}),
         }
 
     def _features_depend_on(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The DFlash drafter: its shape, its model, its attention masks, its blocks and its formats on disk."""
 
 from dflash_core.drafter.attention import IntervalMask, attention_kind, block_attention, interval_mask, kernels_fit
-from dflash_core.drafter.blocks import IGNORE, block_labels, block_positions, block_tokens, sample_anchors, valid_anchors
+from dflash_core.drafter.blocks import IGNORE, block_labels, block_positions, block_tokens, sample_anchors, teacher_states, valid_anchors
 from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.card import model_card
 from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
@@ -46,6 +46,7 @@ __all__ = [
     "shape_differences",
     "start_from_target",
     "target_problems",
+    "teacher_states",
     "valid_anchors",
     "verify_export",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-TENSORS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors")
+_TENSORS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors", "last_hidden")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Row:
     sample_ids:   ids of the samples, by document id
     give_back:    where the features lie in a buffer of a live target's GPU: call it once nobody reads them any more, with the event after which
                   the buffer may be written again, or None if that is now
+    last_hidden:  [T, H] what the target's head gets at each token, where the loss asks for it; else None. 0 in the padding
     """
 
     ordinal: int
@@ -40,6 +41,12 @@ class Row:
     anchors: torch.Tensor
     sample_ids: tuple[str, ...]
     give_back: Callable[[torch.cuda.Event | None], None] | None = None
+    last_hidden: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that a batch is stacked of, by name."""
+        return _tensors(self)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,12 @@ class Batch:
     positions: torch.Tensor
     loss_mask: torch.Tensor
     anchors: torch.Tensor
+    last_hidden: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are there, by name."""
+        return _tensors(self)
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with all tensors on ``device``."""
@@ -59,18 +72,22 @@ class Batch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The batch with ``function`` of every tensor in its place."""
-        return Batch(**{name: function(getattr(self, name)) for name in TENSORS})
+        return Batch(**{name: function(tensor) for name, tensor in self.tensors.items()})
 
     def copy_(self, other: Batch) -> None:
         """Copy the tensors of a batch of the same shapes into these, without waiting for a device where the memory is pinned."""
-        for name in TENSORS:
-            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
+        for name, tensor in self.tensors.items():
+            tensor.copy_(getattr(other, name), non_blocking=True)
 
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Stack rows of equal shapes. A single row is not copied."""
     tensors = {}
-    for name in TENSORS:
+    for name in rows[0].tensors:
         values = [getattr(row, name) for row in rows]
         tensors[name] = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
     return Batch(**tensors)
+
+
+def _tensors(item: Row | Batch) -> dict[str, torch.Tensor]:
+    return {name: tensor for name in _TENSORS if (tensor := getattr(item, name)) is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from dflash_core.config import TrainingConfig
 from dflash_core.drafter import sample_anchors
 from dflash_core.feed.packing import Lengths, pack_rows
 from dflash_core.feed.row import Row
-from dflash_core.shards import ShardDataset, ShardSample
+from dflash_core.shards import LAST_HIDDEN, ShardDataset, ShardSample
 
 
 class RowSource(Protocol):
@@ -76,8 +77,16 @@ class PackedOrder:
 class ShardRows:
     """Rows of a dataset of hidden states: packed anew and with new anchors in every epoch."""
 
-    def __init__(self, dataset: ShardDataset, training: TrainingConfig, seed: int):
-        """Pack the first epoch. Raises as ``PackedOrder`` does."""
+    def __init__(self, dataset: ShardDataset, training: TrainingConfig, seed: int, *, last_hidden: bool = False):
+        """Pack the first epoch. ``last_hidden``: rows hold that column too.
+
+        Raises:
+            DataError: as ``PackedOrder`` does.
+            ShardError: the dataset has no such column.
+        """
+        if last_hidden:
+            dataset.require_column(LAST_HIDDEN, "Distillation from the target (objective.distillation)", "Set extraction.teacher to last_hidden.")
+        self._last_hidden = last_hidden
         self._dataset = dataset
         self._order = PackedOrder(dataset.lengths, training, seed)
 
@@ -87,7 +96,11 @@ class ShardRows:
 
     def row(self, ordinal: int) -> Row:
         """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
-        return self._order.row(ordinal, [self._dataset.sample(i) for i in self._order.samples(ordinal)])
+        samples = [self._dataset.sample(i) for i in self._order.samples(ordinal)]
+        row = self._order.row(ordinal, samples)
+        if not self._last_hidden:
+            return row
+        return replace(row, last_hidden=_side_by_side([sample.columns[LAST_HIDDEN] for sample in samples], len(row.tokens)))
 
 
 def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
@@ -120,7 +133,7 @@ def build_row(
     return Row(
         ordinal=ordinal,
         epoch=epoch,
-        features=_features_of(samples, row_length) if features_TF is None else features_TF,
+        features=_side_by_side([sample.features for sample in samples], row_length) if features_TF is None else features_TF,
         tokens=tokens_T,
         document_ids=document_ids_T,
         positions=positions_T,
@@ -130,11 +143,12 @@ def build_row(
     )
 
 
-def _features_of(samples: Sequence[ShardSample], row_length: int) -> torch.Tensor:
-    features_TF = torch.empty(row_length, samples[0].features.shape[1], dtype=samples[0].features.dtype)
+def _side_by_side(values: Sequence[torch.Tensor], row_length: int) -> torch.Tensor:
+    """[T, X] of several [t, X], 0 in the padding."""
+    row_TX = values[0].new_empty(row_length, values[0].shape[1])
     end = 0
-    for sample in samples:
-        begin, end = end, end + len(sample.tokens)
-        features_TF[begin:end] = sample.features
-    features_TF[end:] = 0
-    return features_TF
+    for value in values:
+        begin, end = end, end + len(value)
+        row_TX[begin:end] = value
+    row_TX[end:] = 0
+    return row_TX

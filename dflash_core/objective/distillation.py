@@ -79,7 +79,8 @@ def distilled_cross_entropy(
         ValueError: shapes that do not fit together, or a chunk or bound below 1.
     """
     weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
-    if hidden_MH.ndim != 2 or teacher_MH.shape != hidden_MH.shape or hidden_MH.shape[1] != weight_VH.shape[1] or labels_M.shape != hidden_MH.shape[:1]:
+    M, H = len(labels_M), weight_VH.shape[1]
+    if hidden_MH.shape != (M, H) or teacher_MH.shape != (M, H) or labels_M.ndim != 1:
         found = [list(tensor.shape) for tensor in (hidden_MH, teacher_MH, weight_VH, labels_M)]
         raise ValueError(f"expected hidden [M, H], teacher [M, H], weight [V, H] and labels [M], found {', '.join(map(str, found))}")
     if chunk_slots < 1 or (max_labelled is not None and max_labelled < 1):

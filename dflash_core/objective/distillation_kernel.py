@@ -1,8 +1,8 @@
 """The Triton kernel between the products of ``distillation``: one program a slot, two passes over its two rows of logits.
 
-The first pass finds the sums of exponentials (drafter's, both at the temperature), the teacher's mean of the difference of the logits, and whether the
-label is the most likely token; the second writes the gradient of the mixture where the drafter's logits were, backwards, because the ends of
-the rows are what the cache still holds. The twin is ``distillation._mixture_torch_``.
+The first pass finds the sums of exponentials (the drafter's also at the temperature), the teacher's mean of the difference of the logits, and
+whether the label is the most likely token; the second writes the gradient of the mixture where the drafter's logits were, backwards, because
+the ends of the rows are what the cache still holds. The twin is ``distillation._mixture_torch_``.
 
 Runs on CUDA, and on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """

@@ -35,6 +35,7 @@ HiddenStates = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Token ids of each sample, int32 [t] on the CPU → features [T, F] of all of them, one after the other, on any device."""
 
 _LOOK_AGAIN_S = 0.2  # whether another process has finished or given up its shard
+LAST_HIDDEN = "last_hidden"
 _EXTREMES = "extremes"  # beside the columns of a pass: least and largest value
 _FEATURE_DTYPES: dict[str, Literal["BF16", "F32", "F8_E4M3"]] = {"bfloat16": "BF16", "float32": "F32", "fp8": "F8_E4M3"}
 
@@ -112,9 +113,13 @@ def card_of(
 
 
 def feature_columns(config: ExtractionConfig, taps: int, hidden_size: int) -> tuple[Column, ...]:
-    """The columns that hold hidden states: ``features``, and their scales where they are fp8."""
-    features = Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(taps * hidden_size,))
-    return (features, Column(name=SCALES, dtype="F32", shape=(taps,))) if config.feature_dtype == "fp8" else (features,)
+    """The columns that hold hidden states: ``features``, their scales where they are fp8, and ``last_hidden`` where that is stored, never in fp8."""
+    columns = [Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(taps * hidden_size,))]
+    if config.feature_dtype == "fp8":
+        columns.append(Column(name=SCALES, dtype="F32", shape=(taps,)))
+    if config.teacher == "last_hidden":
+        columns.append(Column(name=LAST_HIDDEN, dtype="F32" if config.feature_dtype == "float32" else "BF16", shape=(hidden_size,)))
+    return tuple(columns)
 
 
 def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -135,16 +140,22 @@ def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -
 
 def stored_columns(card: ShardCard, features_TF: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
     """The columns of some tokens as they are stored, and the extremes of what must be finite; on the device where the features are."""
-    column = card.columns[0]
-    if features_TF.shape != (tokens, *column.shape):
-        raise ValueError(f"the target returned {tuple(features_TF.shape)} instead of {(tokens, *column.shape)}")
-    features_TF = features_TF.detach()
+    column, last = card.columns[0], next((column for column in card.columns if column.name == LAST_HIDDEN), None)
+    width = column.shape[0] + (last.shape[0] if last else 0)
+    if features_TF.shape != (tokens, width):
+        raise ValueError(f"the target returned {tuple(features_TF.shape)} instead of {(tokens, width)}")
+    features_TF, last_TH = features_TF.detach().split([column.shape[0], width - column.shape[0]], dim=1)
+    # Looked at after the cast, which can overflow too. Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
     if column.dtype == "F8_E4M3":
         values, scales = to_fp8(features_TF, len(card.tap_layers))
-        return {"features": values, SCALES: scales, _EXTREMES: torch.stack(torch.aminmax(scales))}
-    values = features_TF.to(DTYPES[column.dtype])
-    # Looked at after the cast, which can overflow too. Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
-    return {"features": values, _EXTREMES: torch.stack(torch.aminmax(values))}
+        stored, looked_at = {"features": values, SCALES: scales}, [scales]
+    else:
+        stored = {"features": features_TF.to(DTYPES[column.dtype])}
+        looked_at = [stored["features"]]
+    if last is not None:
+        stored[LAST_HIDDEN] = last_TH.to(DTYPES[last.dtype])
+        looked_at.append(stored[LAST_HIDDEN])
+    return {**stored, _EXTREMES: torch.stack([extreme.float() for values in looked_at for extreme in torch.aminmax(values)])}
 
 
 def check_finite(card: ShardCard, stored: dict[str, torch.Tensor], samples: SampleTable, batch: list[int]) -> None:
@@ -152,14 +163,17 @@ def check_finite(card: ShardCard, stored: dict[str, torch.Tensor], samples: Samp
     if bool(stored[_EXTREMES].isfinite().all()):
         return
     values_TN = stored.get(SCALES, stored["features"])  # N: features, or one scale for each layer
+    last_TH = stored.get(LAST_HIDDEN, values_TN[:, :0])
     end = 0
     for i in batch:
         begin, end = end, end + int(samples.lengths[i])
-        bad = (~values_TN[begin:end].isfinite()).nonzero()
+        values = torch.cat([values_TN[begin:end], last_TH[begin:end]], dim=1)
+        bad = (~values.isfinite()).nonzero()
         if len(bad):
             position, place = bad[0].tolist()
-            layer = card.tap_layers[place * len(card.tap_layers) // values_TN.shape[1]]
-            value = values_TN[begin + position, place].item()
+            width = values_TN.shape[1]
+            layer = str(card.tap_layers[place * len(card.tap_layers) // width]) if place < width else "the last one"
+            value = values[position, place].item()
             raise ShardError(
                 f"Sample {samples.id(i)!r}: the target's hidden state is {value} at token {position}, layer {layer} ({len(bad)} such values). "
                 f"Run the target in another precision than {card.target_dtype} (target.dtype), store more precisely (extraction.feature_dtype), "

@@ -90,6 +90,12 @@ class ShardDataset:
         self._mapped: dict[int, tuple[Layout, torch.Tensor]] = {}
         self._lock = threading.Lock()
 
+    def require_column(self, name: str, who: str, remedy: str) -> None:
+        """Raise ``ShardError`` unless the column is stored. ``who`` wants it, in words."""
+        stored = [column.name for column in self.card.columns]
+        if name not in stored:
+            raise ShardError(f"{who} needs the column {name!r}, and {self.folder} has {', '.join(stored)}. {remedy}")
+
     def __len__(self) -> int:
         return len(self.ids)
 

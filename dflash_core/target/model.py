@@ -144,7 +144,7 @@ class TargetModel:
         return torch.cat([taps[layer] for layer in tap_layers], dim=-1)
 
     @torch.no_grad()
-    def packed_hidden_states(self, documents: Sequence[torch.Tensor], tap_layers: Sequence[int]) -> torch.Tensor:
+    def packed_hidden_states(self, documents: Sequence[torch.Tensor], tap_layers: Sequence[int], *, last_hidden: bool = False) -> torch.Tensor:
         """Features [T, K*H] of whole documents side by side, T tokens in all: those of ``hidden_states`` of each alone, but for the last bits.
 
         Without padding where the target ``packs``. Others, with layers that would carry a state from one document into the next, get
@@ -152,12 +152,21 @@ class TargetModel:
 
         Args:
             documents: token ids of each, integers [t] on the CPU; none is empty.
+            last_hidden: append what the head gets: the last layer's output after the final norm, [T, (K+1)*H] in all. Every layer runs then.
         """
+        layers = (*tap_layers, len(self._structure.layers) - 1) if last_hidden else tuple(tap_layers)
+        outputs = self._packed_outputs(documents, layers)
+        if last_hidden:
+            outputs[-1] = getattr(self._structure.decoder, self._structure.norm_name)(outputs[-1])
+        return torch.cat(outputs, dim=-1)
+
+    def _packed_outputs(self, documents: Sequence[torch.Tensor], tap_layers: Sequence[int]) -> list[torch.Tensor]:
+        """The output [T, H] of each of the layers."""
         if not self.packs:
             ids_BT = torch.nn.utils.rnn.pad_sequence([ids.long() for ids in documents], batch_first=True)
             mask_BT = torch.arange(ids_BT.shape[1]) < torch.tensor([len(ids) for ids in documents])[:, None]
             features_BTF = self.hidden_states(ids_BT, mask_BT, tap_layers)
-            return torch.cat([features_BTF[row, : len(ids)] for row, ids in enumerate(documents)])
+            return list(torch.cat([features_BTF[row, : len(ids)] for row, ids in enumerate(documents)]).chunk(len(tap_layers), dim=-1))
         self._check_taps(tap_layers)
         depth = max(tap_layers) + 1
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()  # for kernels of our own
@@ -166,7 +175,7 @@ class TargetModel:
                 if depth not in self._packed:
                     self._packed[depth] = PackedDecoder(self._structure, depth)
             self._packed[depth](Documents.of(documents, self.device))
-            return torch.cat([taps[layer][0] for layer in tap_layers], dim=-1)
+            return [taps[layer][0] for layer in tap_layers]
 
     @torch.no_grad()
     def forward(

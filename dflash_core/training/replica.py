@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, as_block_mask, attention_kind
+from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, as_block_mask, attention_kind, teacher_states
 from dflash_core.feed import Batch, Row, collate
 from dflash_core.fp8 import Fp8Head
-from dflash_core.objective import linear_cross_entropy, slot_weights
+from dflash_core.objective import distilled_cross_entropy, linear_cross_entropy, slot_weights
 from dflash_core.training.compiled import Prepared, draft, prepare
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
@@ -230,17 +230,10 @@ class Replica:
         hidden_MH = self._draft(self.drafter, batch.features, anchors_BNH, mask_H, *rotations, seen).flatten(0, 2)
         if self._vocabulary.logit_scale != 1.0:
             hidden_MH = hidden_MH * self._vocabulary.logit_scale
-        losses = linear_cross_entropy(
-            hidden_MH,
-            self._head,
-            labels_BNS[..., first:].flatten(),
-            chunk_slots=self._objective.chunk_slots,
-            softcap=self._vocabulary.logit_softcap,
-            max_labelled=B * N * (S - first) if self._on_cuda else None,  # fixed shapes there, least work here
-        )
-        nll_BNS, probability_BNS, hit_BNS = (functional.pad(x.view(B, N, -1), (first, 0)) for x in losses)
+        losses = self._losses(hidden_MH, labels_BNS[..., first:].flatten(), batch)
+        loss_BNS, probability_BNS, hit_BNS = (functional.pad(x.view(B, N, -1), (first, 0)) for x in losses)
         weights_BNS, denominator = slot_weights(self._objective, labels_BNS, probability_BNS)
-        loss = (weights_BNS * nll_BNS).sum()
+        loss = (weights_BNS * loss_BNS).sum()
         loss.backward()
         self._gradients.collect()
         totals = self.totals
@@ -248,6 +241,23 @@ class Replica:
         totals[Tail.DENOMINATOR] += denominator
         totals[self.tail.labelled] += (labels_BNS >= 0).sum((0, 1))
         totals[self.tail.hits] += hit_BNS.sum((0, 1))
+
+    def _losses(self, hidden_MH: Tensor, labels_M: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, probability of the label and hit of each slot that predicts, [M] each."""
+        distillation = self._objective.distillation
+        chunk_slots, softcap = self._objective.chunk_slots, self._vocabulary.logit_softcap
+        max_labelled = len(labels_M) if self._on_cuda else None  # fixed shapes there, least work here
+        if distillation.weight == 0:
+            return linear_cross_entropy(hidden_MH, self._head, labels_M, chunk_slots=chunk_slots, softcap=softcap, max_labelled=max_labelled)
+        assert batch.last_hidden is not None, "the rows of a run that distils hold it"
+        teacher_MH = teacher_states(batch.last_hidden, batch.anchors, self._drafter_config.block_size, self._drafter_config.spec).flatten(0, 2)
+        if self._vocabulary.logit_scale != 1.0:
+            teacher_MH = teacher_MH * self._vocabulary.logit_scale
+        losses = distilled_cross_entropy(
+            hidden_MH, self._head, labels_M, teacher_MH, share=distillation.weight, temperature=distillation.temperature,
+            chunk_slots=chunk_slots, softcap=softcap, max_labelled=max_labelled,
+        )  # fmt: skip
+        return losses.loss, losses.probability, losses.hit
 
     def _find_nonfinite(self) -> None:
         if self._gradients.flat_P is not None:

@@ -155,7 +155,7 @@ def warm_up(
     settings = {**config_settings(config), "digest of the target": info.digest}
     if isinstance(dataset, ShardDataset):
         dataset.card.require(expected_of(info, tap_layers), dataset.folder)
-        loaders = loaders_of(ShardRows(dataset, config.training, config.run.seed))
+        loaders = loaders_of(ShardRows(dataset, config.training, config.run.seed, last_hidden=config.objective.distillation.weight > 0))
         settings["digest of the shards"] = dataset.digest
     else:
         loaders = target_loaders(dataset, config, tap_layers)

@@ -20,7 +20,6 @@ import torch
 
 from dflash_core.errors import TrainingError
 from dflash_core.feed import Batch, Feed, FeedClosedError, Row, collate
-from dflash_core.feed.row import TENSORS
 
 SLOTS = 2
 
@@ -76,7 +75,7 @@ class Staging:
 
     def _slot(self, example: Batch) -> Slot:
         pin = self.device.type == "cuda"
-        from_host = {name: getattr(example, name) for name in TENSORS if not getattr(example, name).is_cuda}
+        from_host = {name: tensor for name, tensor in example.tensors.items() if not tensor.is_cuda}
         pinned = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin) for name, tensor in from_host.items()}
         batch = example.map(lambda tensor: tensor.to(self.device, copy=True))
         # blocking: the stager sleeps until the event has come, instead of spinning on a core
@@ -149,8 +148,8 @@ class StagedBatches:
     def _stage(self, slot: Slot, rows: Sequence[Row]) -> None:
         slot.copied.synchronize()  # of the batch before: its pinned memory may be written now
         for b, row in enumerate(rows):
-            for name in TENSORS:
-                source, place = getattr(row, name), getattr(slot.batch, name)[b]
+            for name, batch in slot.batch.tensors.items():
+                source, place = getattr(row, name), batch[b]
                 if source.shape != place.shape or source.dtype != place.dtype:
                     raise TrainingError(
                         f"The {name} of row {row.ordinal} are {source.dtype} {list(source.shape)}, "

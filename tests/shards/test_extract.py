@@ -159,6 +159,31 @@ def test_a_nonfinite_feature_names_its_sample_token_and_layer_and_the_rest_is_ke
     assert contents(tmp_path) == contents(tmp_path.parent / "undisturbed")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_last_hidden_states_are_stored_beside_the_features_and_looked_at_too(tmp_path: Path, dtype: str) -> None:
+    config = CONFIG.model_copy(update={"teacher": "last_hidden", "feature_dtype": dtype})
+
+    def with_last(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        features_TF = hidden_states(documents)
+        return torch.cat([features_TF, features_TF[:, :HIDDEN] / 3], dim=1)
+
+    run(tmp_path / "whole", target=with_last, config=config)
+    run(tmp_path / "without", config=config.model_copy(update={"teacher": "none"}))
+    sample, plain = ShardDataset(tmp_path / "whole").sample(7), ShardDataset(tmp_path / "without").sample(7)
+    assert torch.equal(sample.features, plain.features)
+    last_tH = sample.columns["last_hidden"]
+    assert last_tH.dtype == torch.bfloat16
+    torch.testing.assert_close(last_tH.float(), plain.features[:, :HIDDEN].float() / 3, rtol=0.1, atol=0.01)
+
+    def broken(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        states_TX = with_last(documents)
+        states_TX[1, -1] = torch.nan
+        return states_TX
+
+    with pytest.raises(ShardError, match="token 1, layer the last one"):
+        run(tmp_path / "broken", target=broken, config=config)
+
+
 @pytest.mark.parametrize("devices", [2, 3])
 def test_the_number_of_devices_changes_no_byte(tmp_path: Path, devices: int) -> None:
     """Three devices are more than may be at work at the end; each shard is made by one of them."""

@@ -33,6 +33,14 @@ def test_every_document_gets_what_it_gets_alone(target: TargetModel) -> None:
     torch.testing.assert_close(features_TF, _alone(target, _documents()), rtol=1e-4, atol=2e-4)
 
 
+def test_the_last_hidden_states_are_what_the_head_gets(target: TargetModel) -> None:
+    states_TX = target.packed_hidden_states(_documents(), TAPS, last_hidden=True)
+    features_TF, last_TH = states_TX.split([states_TX.shape[1] - target.info.hidden_size, target.info.hidden_size], dim=1)
+    torch.testing.assert_close(features_TF, _alone(target, _documents()), rtol=1e-4, atol=2e-4)
+    logits_TV = torch.cat([target.forward(ids.long()[None], target.new_cache()).logits[0] for ids in _documents()])
+    torch.testing.assert_close(target.vocabulary.logits(last_TH), logits_TV, rtol=1e-4, atol=5e-4)
+
+
 def test_another_document_changes_no_bit_of_its_neighbours(target: TargetModel) -> None:
     documents = _documents()
     before = target.packed_hidden_states(documents, TAPS).split(LENGTHS)

@@ -13,7 +13,6 @@ import torch
 
 from dflash_core.errors import TrainingError
 from dflash_core.feed import Feed, FeedClosedError, collate, loaders_of
-from dflash_core.feed.row import TENSORS
 from dflash_core.training.staging import SLOTS, StagedBatches, Staging
 from tests.training.small import SmallRows
 
@@ -66,7 +65,8 @@ def test_every_batch_arrives_whole_and_stays_until_it_is_released() -> None:
         expected = collate([SmallRows().row(2 * microstep + b) for b in range(2)])
         if microstep % 3 == 0:
             time.sleep(0.05)  # the stager is ahead by now
-        assert all(torch.equal(getattr(batch, name), getattr(expected, name)) for name in TENSORS)
+        assert batch.tensors.keys() == expected.tensors.keys()
+        assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in batch.tensors.items())
         batches.release()
     feed.close()
 

@@ -1,0 +1,63 @@
+"""Distillation end to end: what is stored of the target is what it says of the very tokens that are learnt, and training takes it in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_core import pipeline
+from dflash_core.config import load_config
+from dflash_core.drafter import DFlashConfig, block_labels, teacher_states
+from dflash_core.errors import ConfigError, ShardError
+from dflash_core.feed import collate
+from dflash_core.feed.source import ShardRows
+from dflash_core.plan import Plan
+from dflash_core.shards import ShardDataset
+from tests.tiny_run import STEPS, write_tiny_run
+
+STORED, DISTILLED = "extraction.teacher=last_hidden", "objective.distillation={weight: 0.5, temperature: 2.0}"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tiny_run(tmp_path_factory.mktemp("distillation"))
+    plan = Plan(load_config(path, [STORED]))
+    for stage in ("target", "responses", "samples", "shards"):
+        pipeline.run_stage(plan, stage)
+    return path
+
+
+def test_the_teacher_of_a_slot_says_the_greedy_response_that_is_its_label(path: Path) -> None:
+    plan = Plan(load_config(path, [STORED, DISTILLED]))
+    config, training = DFlashConfig.from_target(plan.info, plan.config.drafter), plan.config.training
+    rows = ShardRows(ShardDataset(plan.folder("shards")), training, seed=0, last_hidden=True)
+    batch = collate([rows.row(0), rows.row(1)])
+    labels_BNS = block_labels(batch.tokens, batch.loss_mask, batch.document_ids, batch.anchors, config.block_size, config.spec)
+    assert batch.last_hidden is not None
+    teacher_BNPH = teacher_states(batch.last_hidden, batch.anchors, config.block_size, config.spec)
+    said_BNP = pipeline._vocabulary(plan).logits(teacher_BNPH).argmax(-1)
+    labels_BNP = labels_BNS[..., config.spec.first_predicting_slot :]
+    labelled = labels_BNP >= 0
+    assert labelled.sum() > 20
+    assert torch.equal(said_BNP[labelled], labels_BNP[labelled])
+
+
+def test_training_with_it_gives_another_drafter_than_without_from_the_same_shards(path: Path) -> None:
+    weights = []
+    for settings in ([STORED], [STORED, DISTILLED]):
+        plan = Plan(load_config(path, settings))
+        assert plan.stage("shards").cached
+        assert pipeline.run_stage(plan, "train").manifest.counts["steps"] == STEPS
+        weights.append(pipeline._trained_drafter(plan).state_dict())
+    assert not torch.equal(weights[0]["fc.weight"], weights[1]["fc.weight"])
+
+
+def test_shards_without_the_column_are_refused_before_training_and_so_is_a_configuration_that_makes_none(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stores nothing of the target's distribution.*Set extraction.teacher to last_hidden"):
+        load_config(path, [DISTILLED])
+    plan = Plan(load_config(path))
+    dataset = ShardDataset(pipeline.run_stage(plan, "shards").folder)
+    with pytest.raises(ShardError, match=r"needs the column 'last_hidden'.*has features, tokens, loss_mask.*Set extraction.teacher to last_hidden"):
+        ShardRows(dataset, plan.config.training, seed=0, last_hidden=True)
