@@ -52,9 +52,11 @@ def launch_draw(logits_RV: Tensor, settings: GenerationConfig, uniforms_R: Tenso
     logits_RV = logits_RV if logits_RV.stride(-1) == 1 else logits_RV.contiguous()
     rows, vocabulary = logits_RV.shape
     picked_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    draw_kernel[(rows,)](
-        logits_RV, uniforms_R.contiguous(), picked_R, logits_RV.stride(0), vocabulary, _LOG2_E / settings.temperature, settings.top_k, settings.top_p,
-        TOP_K=0 < settings.top_k < vocabulary, TOP_P=settings.top_p < 1.0, SHIFT=16 if logits_RV.dtype == torch.bfloat16 else 0,
-        BLOCK=min(2048, triton.next_power_of_2(vocabulary)), num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits_RV):  # Triton launches on the current one
+        draw_kernel[(rows,)](
+            logits_RV, uniforms_R.contiguous(), picked_R, logits_RV.stride(0), vocabulary, _LOG2_E / settings.temperature,
+            settings.top_k, settings.top_p, TOP_K=0 < settings.top_k < vocabulary, TOP_P=settings.top_p < 1.0,
+            SHIFT=16 if logits_RV.dtype == torch.bfloat16 else 0,
+            BLOCK=min(2048, triton.next_power_of_2(vocabulary)), num_warps=8,
+        )  # fmt: skip
     return picked_R
