@@ -80,6 +80,8 @@ def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
     for field in ("devices", "target_devices"):
         named += [(f"training.{field}.{index}", device) for index, device in enumerate(getattr(config.training, field))]
     named += [(f"extraction.devices.{index}", device) for index, device in enumerate(config.extraction.devices or ())]
+    if config.training.evaluation.every_steps:
+        named.append(("training.evaluation.device", config.training.evaluation_device))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for path, device in named:
         kind, _, index_text = device.partition(":")

@@ -208,6 +208,20 @@ class ObjectiveConfig(Section):
     chunk_slots: PositiveInt = Field(1024, description="Slots whose logits are alive at one time.")
 
 
+class TrainingEvaluationConfig(Section):
+    """Held-out prompts that are decoded while training goes on, by a thread of its own with a copy of the weights.
+
+    Precision and block size are those of ``evaluation``.
+    """
+
+    every_steps: int = Field(0, ge=0, description="Steps between two evaluations; the last step is one more. 0: none, and no target in memory.")
+    prompts: PositiveInt = Field(8, description="Held-out prompts that are decoded each time.")
+    max_new_tokens: PositiveInt = Field(64, description="Longest response, in tokens.")
+    device: str | None = Field(
+        None, pattern=r"^(cpu|cuda:\d+)$", description="Device of target and drafter copy. Default: that of the first replica."
+    )
+
+
 class TrainingConfig(Section):
     """The threaded training of the drafter."""
 
@@ -268,6 +282,18 @@ class TrainingConfig(Section):
     stall_timeout_s: float = Field(
         600.0, gt=0.0, description="Seconds without a finished step after which the run ends with what everyone waits for."
     )
+    evaluation: TrainingEvaluationConfig = Field(
+        default_factory=TrainingEvaluationConfig, description="How well drafts are accepted, as training goes on."
+    )
+    keep: Literal["best", "last"] = Field(
+        "best",
+        description="Weights to evaluate and export: those accepted best in training.evaluation (the last if it is off), or always the last.",
+    )
+
+    @property
+    def evaluation_device(self) -> str:
+        """Where evaluation during training takes place."""
+        return self.evaluation.device or self.devices[0]
 
 
 class EvaluationSet(PromptSource):

@@ -102,6 +102,9 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     compared = sum(size if before is None else min(before, size) for size in sizes)
     decoded = (2 * prompts + compared) * min(config.evaluation.max_new_tokens, data.max_length)
     evaluation_bytes = (info.num_layers * layer + head) * _BYTES[config.evaluation.dtype]
+    during, beside = _evaluations(plan, steps), 0
+    if during:  # the target, a copy of the weights, and a drafter where the copy is of another precision or elsewhere
+        beside = evaluation_bytes + body * (_BYTES[training.precision] + _BYTES[config.evaluation.dtype])
     parallel = len(training.devices) if training.devices[0] != "cpu" else 1
 
     target_seconds = 2 * deepest * layer * tokens / (rates.product * _EFFICIENCY["shards"])
@@ -111,7 +114,7 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
         feed_seconds = target_seconds * steps * config.rows_per_step * training.row_length / tokens / (online if training.devices[0] != "cpu" else 1)
         apart = training.devices[0] != "cpu" and not set(config.target_devices) & set(training.devices)
         train_seconds = max(train_seconds, feed_seconds) if apart else train_seconds + feed_seconds
-    training_bytes = replica_bytes * len(training.devices) + target_bytes * len(set(config.target_devices))
+    training_bytes = replica_bytes * len(training.devices) + target_bytes * len(set(config.target_devices)) + beside
 
     has_responses = data.regenerate == "never" or (data.regenerate == "auto" and data.response_cache is not None)
     elsewhere = bool(data.generation.endpoints) and not has_responses  # how fast servers are is not known here
@@ -131,11 +134,18 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
             5.0 * (len(training.devices) + online),
         ),
         "train": Estimate(
-            f"{steps} steps of {config.rows_per_step} rows", body * 4 * (1 + 3 * training.keep_checkpoints), training_bytes, train_seconds,
+            f"{steps} steps of {config.rows_per_step} rows" + (f", {during} evaluations" if during else ""),
+            body * (4 * (1 + 3 * training.keep_checkpoints) + (_BYTES[training.precision] if during else 0)), training_bytes, train_seconds,
         ),
         "evaluate": Estimate(f"{prompts} prompts", 10**6, evaluation_bytes, 1.3 * decoded * evaluation_bytes / rates.vector),
         "export": Estimate(f"{body:,} weights", body * 2, None, 2.0),
     }  # fmt: skip
+
+
+def _evaluations(plan: Plan, steps: int) -> int:
+    """Of the last step, too; as many as there are if none is skipped."""
+    every = plan.config.training.evaluation.every_steps
+    return -(-steps // every) if every else 0
 
 
 @dataclass(frozen=True)

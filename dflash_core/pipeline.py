@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
 from dflash_core.errors import ConfigError, Problem
-from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, heldout_prompts, set_prompts, sets_table
+from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, HeldoutJudge, evaluate_drafter, heldout_prompts, set_prompts, sets_table
 from dflash_core.feed import LiveSamples, pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardDataset, expected_of, extract
@@ -48,6 +49,7 @@ from dflash_core.stages import (
 from dflash_core.target import TargetModel, TargetVocabulary, load_tokenizer, resolve_target
 from dflash_core.training import WarmUpReport, initial_drafter, train
 from dflash_core.training import warm_up as warm_up_replicas
+from dflash_core.training.checkpoints import BEST
 
 # Files that a stage makes anew from the rest of its folder; where others are damaged, it begins from nothing.
 _REPAIRABLE = {"shards": ("*",), "train": ("final/*", "training.json"), "evaluate": ("evaluation.json",)}
@@ -143,8 +145,9 @@ def warm_up(plan: Plan) -> WarmUpReport | None:
         return None
     planned_steps(plan)
     return warm_up_replicas(
-        plan.config, run_id=plan.run_id, dataset=_features(plan), info=plan.info, vocabulary=_vocabulary(plan), folder=plan.folder("train")
-    )
+        plan.config, run_id=plan.run_id, dataset=_features(plan), info=plan.info, vocabulary=_vocabulary(plan), folder=plan.folder("train"),
+        judge=_judge(plan),
+    )  # fmt: skip
 
 
 def planned_steps(plan: Plan) -> int:
@@ -285,10 +288,13 @@ def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricS
         info=plan.info,
         vocabulary=_vocabulary(plan),
         folder=folder,
+        judge=_judge(plan),
         on_metrics=on_metrics,
         progress=progress,
     )
+    best = {"best_step": result.best.step, "best_acceptance_length": result.best.acceptance_length} if result.best else {}
     return {
+        **best,
         "steps": result.steps,
         "skipped_steps": result.skipped_steps,
         "training_seconds": result.seconds,
@@ -318,6 +324,19 @@ def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
     return {"weights": _drafter_config(plan).num_parameters(), "bytes": (destination / "model.safetensors").stat().st_size}
 
 
+def _judge(plan: Plan) -> Callable[[], HeldoutJudge] | None:
+    """Makes who evaluates during training, with the target beside the replicas; None where nobody is asked to."""
+    config, during = plan.config, plan.config.training.evaluation
+    if not during.every_steps:
+        return None
+
+    def load() -> HeldoutJudge:
+        prompts = heldout_prompts(SampleTable.open(plan.folder("samples") / "heldout.parquet"), during.prompts)
+        return HeldoutJudge(config, plan.target_model(config.evaluation.dtype, config.training.evaluation_device), prompts)
+
+    return load
+
+
 def _features(plan: Plan) -> ShardDataset | LiveSamples:
     """What training gets hidden states from. The target that earlier stages had loaded is let go of, once it is taken over where it is needed."""
     if plan.extracts:
@@ -341,9 +360,11 @@ def _drafter_config(plan: Plan) -> DFlashConfig:
 
 
 def _trained_drafter(plan: Plan) -> DFlashDrafter:
-    """The trained drafter as it is served: its float32 masters, rounded to bfloat16."""
-    drafter = DFlashDrafter(_drafter_config(plan))
-    drafter.load_state_dict(load_file(plan.folder("train") / "final" / "model.safetensors"))
+    """The trained drafter as it is served: the weights that training keeps, rounded to bfloat16."""
+    folder, drafter = plan.folder("train"), DFlashDrafter(_drafter_config(plan))
+    facts = json.loads((folder / "training.json").read_bytes())
+    kept = BEST if plan.config.training.keep == "best" and facts.get("best") else facts["weights"]
+    drafter.load_state_dict(load_file(folder / kept))
     return drafter.to(torch.bfloat16)
 
 

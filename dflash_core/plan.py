@@ -244,8 +244,8 @@ class Plan:
         return {"online": {**self._shards_depends_on(), "extraction": extraction}}
 
     def _train_depends_on(self) -> dict[str, Any]:
-        start = self.config.drafter.initial_checkpoint
-        return {
+        start, during = self.config.drafter.initial_checkpoint, self.config.training.evaluation
+        depends: dict[str, Any] = {
             **self._features_depend_on(),
             "drafter": self.config.drafter.model_dump(mode="json"),
             "start": self._digest_of_input(start / "model.safetensors") if start else None,
@@ -253,10 +253,16 @@ class Plan:
             "training": self.config.training.model_dump(mode="json", exclude=OPERATIONAL),
             "seed": self.config.run.seed,
         }
+        if during.every_steps:
+            depends["evaluation"] = during.model_dump(mode="json") | self.config.evaluation.model_dump(mode="json", include={"dtype", "block_size"})
+        return depends
 
     def _evaluate_depends_on(self) -> dict[str, Any]:
         files = {item.name: self._digest_of_input(item.path) for item in self.config.evaluation.sets if item.path is not None}
-        return {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json"), "files": files}
+        depends = {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json"), "files": files}
+        if self.config.training.evaluation.every_steps:
+            depends["keep"] = self.config.training.keep  # of the weights that training left
+        return depends
 
     def _export_depends_on(self) -> dict[str, Any]:
         return {"evaluate": self.key("evaluate"), "target": [self.info.name, self.info.revision]}  # which its config.json and its card name

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 
+from dflash_core.config import PipelineConfig
 from dflash_core.evaluation import EvaluationResult, sets_table
 from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
@@ -30,7 +31,8 @@ def summarise(run: Run) -> Path:
     metrics, evaluation = read_metrics(run.results["train"].folder / "metrics.jsonl"), evaluation_of(run.results["evaluate"].folder)
     write_picture(path.parent / "plots" / "report.png", metrics, evaluation)
     links = links_of(run)
-    write_report(path.parent / REPORT, report_of(run, summary, metrics, evaluation, links))
+    during = read_metrics(run.results["train"].folder / "evaluations.jsonl")
+    write_report(path.parent / REPORT, report_of(run, summary, [*metrics, *during], evaluation, links))
     for artifact, folder in ((path.parent / "plots", "plots"), (path.parent / REPORT, None), (path, None)):
         run.tracker.log_artifact(artifact, folder)
     run.tracker.log_metrics(training_figures(metrics))
@@ -90,14 +92,22 @@ def report_of(
             "speed": f"{counts['train']['tokens_per_second']:,.0f} tokens/s",
             "rows from": "shards" if run.plan.extracts else f"targets on {', '.join(config.target_devices)}",
             "feed": bottleneck_in_words({name: _mean(metrics, name) for name in _FEED}) if metrics else "not recorded",
+            "weights kept": _kept(config, counts["train"]),
         },
     }
     stages = [(name, duration(stage["seconds"]), "found done" if stage["cached"] else "done") for name, stage in summary["stages"].items()]
     return Report(run.plan.run_id, evaluation, metrics, facts, stages, flat_params(config.model_dump(mode="json")), links)
 
 
+def _kept(config: PipelineConfig, counts: Mapping[str, Any]) -> str:
+    if config.training.keep == "last" or "best_step" not in counts:
+        return "those of the last step"
+    return f"those of step {counts['best_step']:,}, acceptance length {counts['best_acceptance_length']:.2f} on the prompts of training.evaluation"
+
+
 def _mean(metrics: Sequence[Mapping[str, float]], name: str) -> float:
-    return sum(item.get(name, 0.0) for item in metrics) / len(metrics)
+    values = [item[name] for item in metrics if name in item]
+    return sum(values) / max(len(values), 1)
 
 
 def in_markdown(summary: Mapping[str, Any], evaluation: EvaluationResult, links: Mapping[str, str], version: Version | None) -> str:

@@ -23,9 +23,10 @@ def train_drafter(run: Run) -> State[dict[str, Any]]:
     """Train the drafter. Call it directly, after ``warm_up``."""
 
     def tell_earlier_steps(stage: StageRecord) -> None:
-        """Training's own record holds what a cached training did, and what an interrupted one did last."""
-        for metrics in read_metrics(run.plan.folder("train") / "metrics.jsonl"):
-            stage.log_metrics(int(metrics.pop("step")), metrics)
+        """Training's own records hold what a cached training did, and what an interrupted one did last."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            for metrics in read_metrics(run.plan.folder("train") / name):
+                stage.log_metrics(int(metrics.pop("step")), metrics)
 
     def record(stage: StageRecord, result: StageResult) -> None:
         stage.log_artifact(result.folder / "training.json")

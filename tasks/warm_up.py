@@ -34,6 +34,9 @@ def warm_up(run: Run) -> State[dict[str, Any]]:
         for device in report.devices:
             facts = {name: value for name, value in asdict(device).items() if name not in ("replica", "device")}
             record.log_results({f"replica_{device.replica}_{name}": float(value) for name, value in facts.items()})
+        if report.evaluator is not None:
+            facts = {name: value for name, value in asdict(report.evaluator).items() if name != "device"}
+            record.log_results({f"evaluator_{name}": float(value) for name, value in facts.items()})
         graphs, found = (sum(getattr(device, name) for device in report.devices) for name in ("graphs", "graphs_found"))
         compiled = f", {graphs} graphs, of which {found} had been compiled before" if graphs else ""
         return Completed(message=f"{len(report.devices)} replicas in {report.seconds:.1f} s{compiled}", data=asdict(report))

@@ -18,16 +18,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dflash_core import __main__ as core
 from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig, load_config
+from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import ConfigError, DFlashError, ShardError, TargetError
 from dflash_core.estimate import estimate
+from dflash_core.evaluation import HeldoutJudge
 from dflash_core.pipeline import evaluation_of, run_stage, warm_up, write_summary
 from dflash_core.plan import STAGES, Plan
 from dflash_core.stages import Manifest, StageBusyError, atomic_write, stage_lock
 from dflash_core.target import TargetModel, TargetVocabulary
+from dflash_core.training import read_metrics
 from tests.target.tiny import save_tiny_target
 from tests.tiny_run import ON_DISK, PROMPTS, STEPS, run_all, write_prompts, write_tiny_run
 
@@ -332,6 +336,37 @@ def test_the_summary_has_what_the_run_was_made_for(config: Path) -> None:
     assert (summary["mlflow_run_id"], summary["config_digest"]) == ("abc", plan.config.digest)
     assert (Path(summary["export_path"]) / "model.safetensors").is_file()
     assert load_config(path.parent / "config.yaml") == plan.config
+
+
+def test_the_weights_that_were_accepted_best_during_training_are_evaluated_and_exported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, lengths = HeldoutJudge.measure, iter([1.0, 3.0, 2.5, 2.0])  # as if the first evaluation in training had found the most
+
+    def measured(self: HeldoutJudge, drafter: DFlashDrafter, go_on: Callable[[], bool]) -> dict[str, float]:
+        return {**(measure(self, drafter, go_on) or {}), "acceptance_length": next(lengths)}
+
+    monkeypatch.setattr(HeldoutJudge, "measure", measured)
+    during = ["training.evaluation.every_steps=4", "training.evaluation.prompts=2", "training.evaluation.max_new_tokens=6"]
+    plan = plan_of(config, *during)
+    assert missing(plan) == AFTER["train"]
+    assert "3 evaluations" in estimate(plan)["train"].rows
+    target = sum(path.stat().st_size for path in Path(plan.info.path).glob("*.safetensors"))
+    assert estimate(plan)["train"].memory_bytes - estimate(plan_of(config))["train"].memory_bytes > 0.9 * target  # type: ignore[operator]
+    told: list[int] = []
+    trained = run_stage(plan, "train", on_metrics=lambda step, metrics: told.append(step) if "eval/acceptance_length" in metrics else None)
+    curve = {int(record["step"]): record for record in read_metrics(trained.folder / "evaluations.jsonl")}
+    assert sorted(curve) == told
+    assert {0, STEPS} <= curve.keys() <= {0, 4, 8, STEPS}  # one that comes while another goes on is left out
+    assert {"eval/acceptance_length_pooled", "eval/accepted_slot_3"} <= curve[0].keys()
+    assert (curve[0]["eval/acceptance_length"], curve[4]["eval/acceptance_length"]) == (1.0, 3.0)
+    assert (trained.manifest.counts["best_acceptance_length"], trained.manifest.counts["best_step"]) == (3.0, 4)
+    kept, last = (load_file(trained.folder / name / "model.safetensors") for name in ("best", "final"))
+    assert any(not torch.equal(kept[name], last[name]) for name in kept)
+    for change, weights in (([], kept), (["training.keep=last"], last)):
+        chosen = plan_of(config, *during, *change)
+        results = run_all(chosen)
+        assert results["train"].cached
+        exported = load_file(results["export"].folder / "drafter" / "model.safetensors")
+        assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in exported.items())
 
 
 def test_an_untrained_drafter_that_is_not_measured_is_no_figure(config: Path) -> None:

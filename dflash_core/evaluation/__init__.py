@@ -1,6 +1,7 @@
 """Measuring a drafter: losslessness, acceptance and speed on held-out prompts and on sets. Pictures are in ``plots``, which needs matplotlib."""
 
 from dflash_core.evaluation.compare import Comparison, Pair, Paired, compare, compare_with_untrained, paired
+from dflash_core.evaluation.during import HeldoutJudge
 from dflash_core.evaluation.evaluate import evaluate_drafter, weights_digest
 from dflash_core.evaluation.lossless import Divergence, find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt, heldout_prompts, set_prompts
@@ -14,6 +15,7 @@ __all__ = [
     "EvaluationPrompt",
     "EvaluationResult",
     "Figures",
+    "HeldoutJudge",
     "Measured",
     "Pair",
     "Paired",

@@ -13,6 +13,7 @@ from dflash_core.evaluation.result import EvaluationResult, Figures, StageSecond
 
 BLUE, ORANGE, GREEN, GREY, LIGHT, INK, FAINT = "#2563eb", "#f59e0b", "#10b981", "#9ca3af", "#dbe3ee", "#111827", "#6b7280"
 _SERIES = (BLUE, ORANGE, GREEN, GREY)
+LENGTH = "eval/acceptance_length"
 Metrics = Sequence[Mapping[str, float]]
 
 
@@ -46,6 +47,19 @@ def draw_acceptance(axes: Any, result: EvaluationResult) -> None:
     axes.set_xticks(range(1, result.block_size))
     axes.margins(y=0.18)
     axes.legend(fontsize=8.5, frameon=False, loc="upper right")
+
+
+def draw_evaluations(axes: Any, metrics: Metrics) -> None:
+    """Acceptance length by step, measured while training went on; the best one marked, of equal ones the last. First token accepted on the right."""
+    steps, lengths = series(metrics, LENGTH)
+    _style(axes, "Acceptance length during training", "optimiser step", "acceptance length (1 = no drafter)")
+    axes.plot(steps, lengths, color=BLUE, linewidth=2, marker="o", markersize=4)
+    best = max(range(len(steps)), key=lambda index: (lengths[index], steps[index]))
+    axes.annotate(f"{lengths[best]:.2f}", (steps[best], lengths[best]), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=9, color=INK)
+    axes.margins(x=0.04, y=0.15)
+    axes.set_ylabel("acceptance length", color=BLUE, fontsize=9)
+    slots, shares = series(metrics, "eval/accepted_slot_1")
+    _right_axis(axes, slots, [100 * share for share in shares], "first drafted token accepted, %", top=100)
 
 
 def draw_prompts(axes: Any, result: EvaluationResult) -> None:

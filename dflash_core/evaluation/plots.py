@@ -24,11 +24,13 @@ from dflash_core.evaluation.panels import (
     GREEN,
     GREY,
     INK,
+    LENGTH,
     LIGHT,
     ORANGE,
     Metrics,
     draw_acceptance,
     draw_differences,
+    draw_evaluations,
     draw_feed,
     draw_loss,
     draw_memory,
@@ -75,6 +77,8 @@ def inline_charts(metrics: Metrics, result: EvaluationResult) -> list[str]:
     if metrics:
         training = (draw_loss, draw_optimiser, draw_throughput, draw_feed, draw_memory)
         panels += [lambda axes, draw=draw: draw(axes, metrics) for draw in training]  # type: ignore[misc]
+    if any(LENGTH in record for record in metrics):
+        panels.insert(1, lambda axes: draw_evaluations(axes, metrics))
     return [_inline_svg(draw) for draw in panels]
 
 

@@ -1,6 +1,7 @@
 """Training: warm-up on the main thread, then one worker thread per replica, kept equal by summed gradients."""
 
-from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
+from dflash_core.training.checkpoints import BestWeights, TrainingCheckpoint, TrainingState, newest_training_checkpoint
+from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.metrics import bottleneck_in_words, read_metrics
 from dflash_core.training.schedule import learning_rate
@@ -10,9 +11,12 @@ from dflash_core.training.trainer import DrafterTrainer, TrainingResult, train
 
 __all__ = [
     "OPERATIONAL",
+    "BestWeights",
     "CompileGuard",
     "DrafterTrainer",
+    "Evaluation",
     "GradientSync",
+    "Judge",
     "TrainingCheckpoint",
     "TrainingResult",
     "TrainingSession",

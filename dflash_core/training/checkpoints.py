@@ -5,6 +5,8 @@
         optimizer.safetensors  the optimiser's moments: exp_avg.<name>, exp_avg_sq.<name>
         state.json             step, next row, counters, the settings it belongs to, sha256 of the two files
 
+    <folder>/best/model.safetensors        the weights with the longest acceptance length, where training is evaluated as it goes on
+
 Rows, anchors and learning rates are functions of the step, so there is no generator and no schedule to save. A checkpoint is written under a
 temporary name, synced and renamed; one that turns out damaged is passed over for the one before it, with a warning, and never silently
 for a fresh start.
@@ -21,17 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_core.errors import CheckpointError
-from dflash_core.stages import file_sha256, sync_files, sync_folder
+from dflash_core.stages import atomic_write, file_sha256, sync_files, sync_folder
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+BEST = "best/model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,38 @@ class TrainingCheckpoint:
     weights: Mapping[str, Tensor]
     exp_avg: Mapping[str, Tensor]
     exp_avg_sq: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BestWeights:
+    """The weights in ``best/model.safetensors``: those after ``step``."""
+
+    step: int
+    acceptance_length: float
+
+
+def save_best(folder: Path, weights: Mapping[str, Tensor], best: BestWeights, key: str) -> None:
+    """Write ``<folder>/best/model.safetensors``. One file holds the weights and what they were found to be, so that it is always of one step.
+
+    Args:
+        key: of what the acceptance length was measured with
+    """
+    with atomic_write(folder / BEST) as temporary:
+        save_file(dict(weights), temporary, metadata={**{name: repr(value) for name, value in dataclasses.asdict(best).items()}, "key": key})
+
+
+def read_best(folder: Path, key: str) -> BestWeights | None:
+    """What ``save_best`` noted in the file; None if there is none, if it cannot be read, or if it was measured with something else.
+
+    It may be of a later step than the checkpoint that training resumes from: those weights were trained and measured all the same.
+    """
+    try:
+        with safe_open(folder / BEST, "pt") as file:
+            noted = file.metadata() or {}
+        best = BestWeights(int(noted["step"]), float(noted["acceptance_length"]))
+    except (OSError, KeyError, ValueError, SafetensorError):
+        return None
+    return best if noted.get("key") == key else None
 
 
 def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, settings: Mapping[str, Any], keep: int) -> Path:

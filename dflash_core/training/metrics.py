@@ -1,4 +1,7 @@
-"""Metrics of training: averages over the steps since the last record, to ``metrics.jsonl`` and to whoever listens."""
+"""Metrics of training: averages over the steps since the last record, to ``metrics.jsonl`` and to whoever listens.
+
+Evaluations during training have a file of their own, ``evaluations.jsonl``: their steps come late, and are others.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dflash_core.stages import MetricSink, atomic_write, no_metrics
+from dflash_core.training.evaluator import Evaluation
 from dflash_core.training.memory import MemoryWatch, resident
 from dflash_core.training.worker import StepRecord
+
+EVALUATIONS = "evaluations.jsonl"
 
 
 class MetricLog:
@@ -23,7 +29,10 @@ class MetricLog:
         self._tokens_per_step = tokens_per_step
         self._memory = [watch for of_replica in memory for watch in of_replica]
         self._window: list[StepRecord] = []
-        self.last: Mapping[str, float] = self._forget_after(resumed_step)
+        self.last: Mapping[str, float] = _forget_after(path, resumed_step)
+        self._evaluations = path.with_name(EVALUATIONS)
+        if self._evaluations.is_file():
+            _forget_after(self._evaluations, resumed_step)
 
     def add(self, record: StepRecord) -> None:
         """Take in a step; records and reports when ``log_every`` steps have come together, or at a checkpoint (``flush``)."""
@@ -49,19 +58,29 @@ class MetricLog:
         """Write to the file alone from now on."""
         self._sink = no_metrics
 
-    def _forget_after(self, step: int) -> dict[str, float]:
-        """Drop lines of steps that an interrupted run took after its last checkpoint, which are taken again now; and a torn last line.
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Record and report an evaluation, unless one of its step has been recorded: a resumed run begins with that of its checkpoint."""
+        if any(record["step"] == evaluation.step for record in read_metrics(self._evaluations)):
+            return
+        metrics = evaluation.metrics()
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": evaluation.step, **metrics}) + "\n")
+        self._sink(evaluation.step, metrics)
 
-        Returns: the metrics of the last line that stays.
-        """
-        kept = [record for record in read_metrics(self._path) if record["step"] <= step]
-        with atomic_write(self._path) as temporary:
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
+
+def _forget_after(path: Path, step: int) -> dict[str, float]:
+    """Drop lines of steps that an interrupted run took after its last checkpoint, which are taken again now; and a torn last line.
+
+    Returns: the metrics of the last line that stays.
+    """
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    with atomic_write(path) as temporary:
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    return {name: value for name, value in kept[-1].items() if name != "step"} if kept else {}
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a ``metrics.jsonl`` in order, none if there is no file; a torn last line is left out."""
+    """The records of a ``metrics.jsonl`` or ``evaluations.jsonl`` in order, none if there is no file; a torn last line is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from dflash_core.shards import ShardDataset, expected_of
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
 from dflash_core.training.compile_cache import found_graphs, with_compile_cache
+from dflash_core.training.evaluator import Evaluation, Evaluator, Judge
 from dflash_core.training.guard import compiled_graphs, prepare_for_threads
 from dflash_core.training.memory import memory_in_use, prefer_expandable_segments
 from dflash_core.training.replica import Replica, compute_dtype
@@ -50,6 +51,8 @@ OPERATIONAL = {
     "strict_memory",
     "sync",
     "stall_timeout_s",
+    "evaluation",
+    "keep",
 }
 """Settings of ``training`` that change how it is run and watched, not what comes out."""
 
@@ -78,6 +81,21 @@ class DeviceWarmUp:
 
 
 @dataclass(frozen=True)
+class EvaluatorWarmUp:
+    """Warm-up of the evaluator: seconds, graphs that it had compiled, memory in use on its device before and after (bytes).
+
+    acceptance_length: of the weights that training goes on from
+    """
+
+    device: str
+    seconds: float
+    graphs: int
+    memory_before: int
+    memory_after: int
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
 class WarmUpReport:
     """What warm-up did. Small and JSON-able (``dataclasses.asdict``), fit to be returned by a task."""
 
@@ -88,6 +106,7 @@ class WarmUpReport:
     resumed_step: int
     total_steps: int
     num_parameters: int
+    evaluator: EvaluatorWarmUp | None = None
 
 
 @dataclass(eq=False)
@@ -109,6 +128,8 @@ class TrainingSession:
     syncs: list[GradientSync]
     total_steps: int
     threads_per_replica: int
+    evaluator: Evaluator | None = None
+    first_evaluation: Evaluation | None = None  # of the weights that training goes on from
     spent: bool = False
 
     _sessions: ClassVar[dict[tuple[str, str], TrainingSession]] = {}  # process-local by design
@@ -134,14 +155,16 @@ class TrainingSession:
 
 
 def warm_up(
-    config: PipelineConfig, *, run_id: str, dataset: ShardDataset | LiveSamples, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path
-) -> WarmUpReport:
+    config: PipelineConfig, *, run_id: str, dataset: ShardDataset | LiveSamples, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path,
+    judge: Callable[[], Judge] | None = None,
+) -> WarmUpReport:  # fmt: skip
     """Build, load and warm every target and replica, on the main thread, and leave a ``TrainingSession`` for ``run_id`` and these settings.
 
     Args:
         dataset:    hidden states of ``info``'s tapped layers; or the samples that ``info``'s target is run over during training
         vocabulary: the target's embedding and head; copied to each device that lacks them
         folder:     of the training stage; its newest whole checkpoint is resumed
+        judge:      makes who measures the weights as ``training.evaluation`` says; without it nothing is evaluated
 
     Raises:
         WarmUpError: not called on the main thread.
@@ -160,7 +183,7 @@ def warm_up(
     else:
         loaders = target_loaders(dataset, config, tap_layers)
         settings["digest of the samples that the target is run over"] = dataset.samples.digest
-    return warm_up_source(config, run_id=run_id, loaders=loaders, settings=settings, info=info, vocabulary=vocabulary, folder=folder)
+    return warm_up_source(config, run_id=run_id, loaders=loaders, settings=settings, info=info, vocabulary=vocabulary, folder=folder, judge=judge)
 
 
 def warm_up_source(
@@ -172,6 +195,7 @@ def warm_up_source(
     info: TargetInfo,
     vocabulary: TargetVocabulary,
     folder: Path,
+    judge: Callable[[], Judge] | None = None,
 ) -> WarmUpReport:
     """``warm_up`` for rows of any source. ``settings`` are the fields that a resumed run must have in common with its checkpoint."""
     require_main_thread("Warm-up")
@@ -194,13 +218,26 @@ def warm_up_source(
         replicas, reports = with_compile_cache(devices, build) if compiles else build()
         syncs = connect(devices, config.training.stall_timeout_s, config.training.sync)
         rehearse(replicas, syncs)
-    for row in rows:
-        if row.give_back is not None:
-            row.give_back(None)
-    del checkpoint, build, rows
-    gc.collect()
-    TrainingSession(config, run_id, folder, list(loaders), settings, state, replicas, syncs, total_steps, threads).register()
-    return WarmUpReport(run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters())
+        for row in rows:
+            if row.give_back is not None:
+                row.give_back(None)
+        del checkpoint, build, rows
+        gc.collect()
+        evaluator = first = of_evaluator = None
+        if judge is not None and config.training.evaluation.every_steps:
+            before, graphs = memory_in_use(torch.device(config.training.evaluation_device)), compiled_graphs()
+            evaluator = Evaluator(judge(), replicas[0], drafter_config, folder)
+            first = evaluator.warm_up(state.step)
+            of_evaluator = EvaluatorWarmUp(
+                str(evaluator.device), first.seconds, compiled_graphs() - graphs, before, memory_in_use(evaluator.device),
+                first.figures["acceptance_length"],
+            )  # fmt: skip
+    TrainingSession(
+        config, run_id, folder, list(loaders), settings, state, replicas, syncs, total_steps, threads, evaluator, first,
+    ).register()  # fmt: skip
+    return WarmUpReport(
+        run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters(), of_evaluator,
+    )  # fmt: skip
 
 
 def _build(

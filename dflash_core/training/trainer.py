@@ -8,7 +8,7 @@ and in between passes metrics on and looks for stalls. Whatever reaches it from 
 vote: the workers agree to stop after the same step, replica 0 writes a checkpoint, and then the signal goes on its way.
 
 Files in the training folder: ``checkpoints/`` while it runs, ``metrics.jsonl``, and in the end ``final/model.safetensors`` (fp32 masters
-under the names that serving expects) and ``training.json``.
+under the names that serving expects) and ``training.json``; with ``training.evaluation`` also ``evaluations.jsonl`` and ``best/model.safetensors``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -33,7 +34,9 @@ from dflash_core.feed import Feed, LiveSamples
 from dflash_core.shards import ShardDataset
 from dflash_core.stages import MetricSink, Progress, atomic_write, no_metrics, no_progress, write_json_atomic
 from dflash_core.target import TargetInfo, TargetVocabulary
-from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, save_training_checkpoint
+from dflash_core.training.checkpoints import BEST, BestWeights, TrainingCheckpoint, TrainingState, save_training_checkpoint
+from dflash_core.training.evaluation_thread import EvaluationThread
+from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.memory import watches
 from dflash_core.training.metrics import MetricLog, bottleneck_in_words
@@ -53,8 +56,9 @@ class TrainingResult:
     """What a run has come to.
 
     finished: all steps are done; False if a stop was asked for, and the same call resumes
-    weights:  the final fp32 weights; None unless finished
+    weights:  those to go on with, by ``training.keep``: the last ones in fp32, or the best ones; None unless finished
     metrics:  of the last record
+    best:     of the steps that were evaluated; None if none was
     """
 
     finished: bool
@@ -65,6 +69,7 @@ class TrainingResult:
     seconds: float
     metrics: Mapping[str, float]
     weights: Path | None
+    best: BestWeights | None = None
 
 
 class DrafterTrainer:
@@ -135,11 +140,13 @@ class DrafterTrainer:
         if finished:
             with atomic_write(weights) as temporary:
                 save_file(gather(session.replicas)[0], temporary)
+        best = session.evaluator.best if session.evaluator is not None else None
+        kept = session.folder / BEST if best is not None and session.config.training.keep == "best" else weights
         if log.last:
             logger.info("Feed: %s", bottleneck_in_words(log.last))
         result = TrainingResult(
             finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3),
-            dict(log.last), weights if finished else None,
+            dict(log.last), kept if finished else None, best,
         )  # fmt: skip
         if finished:
             facts = dataclasses.asdict(result) | {"weights": "final/model.safetensors"}
@@ -149,19 +156,19 @@ class DrafterTrainer:
 
 def train(
     config: PipelineConfig, *, run_id: str, dataset: ShardDataset | LiveSamples, info: TargetInfo, vocabulary: TargetVocabulary, folder: Path,
-    on_metrics: MetricSink = no_metrics, progress: Progress = no_progress,
+    judge: Callable[[], Judge] | None = None, on_metrics: MetricSink = no_metrics, progress: Progress = no_progress,
 ) -> TrainingResult:  # fmt: skip
     """Train with the session that ``warm_up`` left in this process, or warm up first if there is none. Arguments and errors: those two's."""
     session = TrainingSession.get(run_id, config)
     if session is None:
-        warm_up(config, run_id=run_id, dataset=dataset, info=info, vocabulary=vocabulary, folder=folder)
+        warm_up(config, run_id=run_id, dataset=dataset, info=info, vocabulary=vocabulary, folder=folder, judge=judge)
         session = TrainingSession.get(run_id, config)
         assert session is not None
     return DrafterTrainer(session).run(on_metrics, progress=progress)
 
 
 class _Supervisor:
-    """Starts the workers and waits for them, on the main thread."""
+    """Starts the workers and the evaluator and waits for them, on the main thread."""
 
     def __init__(self, shared: Shared, log: MetricLog, progress: Progress):
         self._shared = shared
@@ -169,12 +176,18 @@ class _Supervisor:
         self._progress = progress
         self._stall_timeout_s = shared.session.config.training.stall_timeout_s
         self._workers = [Worker(shared, replica, sync) for replica, sync in zip(shared.session.replicas, shared.session.syncs, strict=True)]
+        self._threads: dict[str, Worker | EvaluationThread] = {worker.replica.name: worker for worker in self._workers}
+        if shared.session.evaluator is not None:
+            shared.evaluation = EvaluationThread(shared, shared.session.evaluator)
+            self._threads[shared.evaluation.name] = shared.evaluation
 
     def run(self) -> TrainingState:
-        self._shared.last_progress = time.monotonic()
-        for worker in self._workers:
+        self._shared.still_alive()
+        if self._shared.session.first_evaluation is not None:
+            self._shared.records.append(self._shared.session.first_evaluation)
+        for name, thread in self._threads.items():
             context = contextvars.copy_context()  # Prefect's run context and torch's configuration are kept in it
-            threading.Thread(target=context.run, args=(worker.run,), name=worker.replica.name, daemon=True).start()
+            threading.Thread(target=context.run, args=(thread.run,), name=name, daemon=True).start()
         try:
             self._wait_and_record(None)
         except BaseException:
@@ -206,7 +219,9 @@ class _Supervisor:
         """True once all workers have ended. After a failure the rest ends within ``_ABORT_GRACE_S`` or is left behind."""
         self._shared.wake.wait(seconds)
         self._shared.wake.clear()
-        futures = [worker.future for worker in self._workers]
+        # whoever is to stop has the workers' checkpoint to wait for, and no evaluation
+        threads = self._workers if self._shared.stop.is_set() else self._threads.values()
+        futures: list[Future[Any]] = [thread.future for thread in threads]
         if self._shared.failures:
             if wait(futures, timeout=_ABORT_GRACE_S).not_done:
                 logger.warning("Left behind after a failure: %s.", self._who_waits_for_what())
@@ -221,6 +236,9 @@ class _Supervisor:
                     self._log.flush()
                 finally:
                     record.set()
+                continue
+            if isinstance(record, Evaluation):
+                self._log.add_evaluation(record)
                 continue
             if record.totals.skipped:
                 logger.warning("Step %d was skipped on all replicas: %s.", record.state.step, describe_nonfinite(record.totals))
@@ -240,5 +258,5 @@ class _Supervisor:
 
     def _who_waits_for_what(self) -> str:
         now = time.monotonic()
-        busy = [(worker.replica.name, worker.beacon) for worker in self._workers] + [(loader.name, loader) for loader in self._shared.feed.loaders]
+        busy = [(name, thread.beacon) for name, thread in self._threads.items()] + [(loader.name, loader) for loader in self._shared.feed.loaders]
         return "; ".join(f"{name} {what.doing}, since {now - what.since:.1f} s" for name, what in busy)

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from dflash_core.errors import TrainingError
 from dflash_core.feed import Feed
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState
+from dflash_core.training.evaluator import Evaluation
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.meeting import InterruptedByOthers
 from dflash_core.training.memory import MemoryWatch
@@ -26,6 +28,9 @@ from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import TrainingSession
 from dflash_core.training.staging import Batches, BatchesFromFeed, StagedBatches
 from dflash_core.training.sync import GradientSync, StepTotals, compare
+
+if TYPE_CHECKING:
+    from dflash_core.training.evaluation_thread import EvaluationThread
 
 
 class Beacon:
@@ -57,7 +62,7 @@ class StepRecord:
 
 
 class Shared:
-    """What the workers and the main thread have in common. Plain attributes that one side writes; events; no lock is held while working."""
+    """What the workers, the evaluator and the main thread have in common. Plain attributes that one side writes; no lock is held while working."""
 
     def __init__(
         self,
@@ -78,8 +83,9 @@ class Shared:
         self.wake = threading.Event()  # there is something for the main thread to look at
         self.failures: list[BaseException] = []
         self.last_progress = time.monotonic()
-        self.records: deque[StepRecord | threading.Event] = deque()  # an event is set once everything before it has been recorded
+        self.records: deque[StepRecord | Evaluation | threading.Event] = deque()  # an event is set once everything before it has been recorded
         self.save = save
+        self.evaluation: EvaluationThread | None = None
 
     @property
     def stop_requested(self) -> bool:
@@ -90,6 +96,17 @@ class Shared:
         self.aborted.set()
         self.session.syncs[0].meeting.abort()
         self.feed.close()
+
+    def fail(self, error: BaseException, note: str) -> None:
+        """End the run for an error of the calling thread. The first error is the cause; what other threads meet after it is its consequence."""
+        if not isinstance(error, InterruptedByOthers) and not self.aborted.is_set():
+            error.add_note(note)
+            self.failures.append(error)
+        self.abort()
+
+    def still_alive(self) -> None:
+        """Something has moved: the run has not stalled."""
+        self.last_progress = time.monotonic()
 
     def wait_for_records(self) -> None:
         """Return once the main thread has recorded every step so far, so that a checkpoint never knows of steps that the metrics do not.
@@ -132,21 +149,17 @@ class Worker:
             torch.set_num_threads(self.shared.session.threads_per_replica)
             with self.replica.on_device(), self.shared.guard.explained():
                 self._train()
+                if self.replica.index == 0 and self.shared.evaluation is not None:
+                    self.beacon("waits for the evaluator")
+                    self.shared.evaluation.finish(self._state.step)
             self.beacon("is done")
             self.future.set_result(self._state)
         except BaseException as error:
-            self._fail(error)
+            self.shared.fail(error, f"In {self.replica.name}, step {self._state.step + len(self._pending) + 1}, while it {self.beacon.doing}.")
+            self.beacon("has failed")
+            self.future.set_exception(error)
         self._batches.close()
         self.shared.wake.set()
-
-    def _fail(self, error: BaseException) -> None:
-        """The first error is the cause; what other threads meet after it is its consequence."""
-        if not isinstance(error, InterruptedByOthers) and not self.shared.aborted.is_set():
-            error.add_note(f"In {self.replica.name}, step {self._state.step + len(self._pending) + 1}, while it {self.beacon.doing}.")
-            self.shared.failures.append(error)
-        self.beacon("has failed")
-        self.shared.abort()
-        self.future.set_exception(error)
 
     def _train(self) -> None:
         session, training = self.shared.session, self._training
@@ -159,6 +172,8 @@ class Worker:
         for step in range(session.state.step, session.total_steps):
             self._step(step)
             finished = step + 1
+            if self.replica.index == 0 and self.shared.evaluation is not None:
+                self.shared.evaluation.offer(finished)
             due = finished % training.checkpoint_every == 0 or finished == session.total_steps
             comparing = finished % training.compare_replicas_every == 0
             self._read_totals(0 if due or comparing or self._stopping else lag)

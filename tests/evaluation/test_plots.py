@@ -65,6 +65,10 @@ def test_every_run_gets_every_picture(metrics: list[dict[str, float]], untrained
     assert write_picture(tmp_path / "plots" / "report.png", metrics, evaluation).read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["report.png"], "no temporary file is left"
     assert len(inline_charts(metrics, evaluation)) == (8 if metrics else 3)
+    during = [{"step": step, "eval/acceptance_length": length} for step, length in ((0.0, 1.0), (4.0, 1.567), (8.0, 1.4))]
+    with_curve = inline_charts([*metrics, *during], evaluation)
+    assert len(with_curve) == 9
+    assert "1.57" in with_curve[1]
 
 
 def test_threads_draw_the_same_picture_as_the_main_thread(tmp_path: Path) -> None:

@@ -11,11 +11,15 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dflash_core.drafter import DFlashDrafter
 from dflash_core.shards import ShardDataset
-from dflash_core.training import train, trainer
+from dflash_core.training import evaluator, train, trainer
 from dflash_core.training.replica import Replica
 from tests.training.small import INFO, config, make_shards, vocabulary
 
@@ -32,17 +36,31 @@ def main(workspace: Path, replicas: int) -> None:
         status = in_child(workspace, "killed", replicas, moment)
         print(moment, "killed" if os.WIFSIGNALED(status) else "ended")
     assert in_child(workspace, "killed", replicas, None) == 0
+    # Evaluated while it goes on: before the first of the best weights is written, once it is and has not been told, and before the last.
+    for moment in [("save_best", 1), ("add_evaluation", 2), ("save_best", 2)]:
+        status = in_child(workspace, "evaluated", replicas, moment, evaluate=True)
+        print(moment, "killed" if os.WIFSIGNALED(status) else "ended")
+    assert in_child(workspace, "evaluated", replicas, None, evaluate=True) == 0
 
 
-def in_child(workspace: Path, name: str, replicas: int, moment: tuple[str, int] | None) -> int:
+def in_child(workspace: Path, name: str, replicas: int, moment: tuple[str, int] | None, *, evaluate: bool = False) -> int:
     def work() -> None:
         if moment is not None:
             kill_at(*moment, replicas - 1)
         dataset = ShardDataset(workspace / "shards")
-        settings = config(replicas, accumulation_steps=2 // replicas, max_steps=STEPS)
-        train(settings, run_id="killed", dataset=dataset, info=INFO, vocabulary=vocabulary(), folder=workspace / name)
+        settings = config(replicas, accumulation_steps=2 // replicas, max_steps=STEPS, evaluation={"every_steps": 2 if evaluate else 0})
+        train(settings, run_id="killed", dataset=dataset, info=INFO, vocabulary=vocabulary(), folder=workspace / name, judge=NormJudge)
 
     return child(work)
+
+
+class NormJudge:
+    """Says how far the drafter is from nothing."""
+
+    device, dtype, key = torch.device("cpu"), torch.float32, "norm"
+
+    def measure(self, drafter: DFlashDrafter, go_on: Callable[[], bool]) -> dict[str, float]:
+        return {"acceptance_length": float(torch.cat([weight.flatten() for weight in drafter.state_dict().values()]).norm())}
 
 
 def child(work: Any) -> int:
@@ -61,7 +79,7 @@ def child(work: Any) -> int:
 def kill_at(what: str, count: int, replica: int) -> None:
     """SIGKILL this process at the ``count``-th micro-step of a replica's worker, or at the ``count``-th call of another function."""
     seen = 0
-    owner: Any = {"micro_step": Replica, "fsync": os}.get(what, trainer)
+    owner: Any = {"micro_step": Replica, "fsync": os, "save_best": evaluator, "add_evaluation": trainer.MetricLog}.get(what, trainer)
     original = getattr(owner, what)
 
     def watched(*arguments: Any) -> Any:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, save_checkpoint
 from dflash_core.errors import CheckpointError, ShardError
-from dflash_core.training import train, warm_up
+from dflash_core.training import read_metrics, train, warm_up
+from dflash_core.training.checkpoints import read_best
 from dflash_core.training.session import initial_drafter
 from tests.training.small import INFO, config, final_weights, losses, make_shards, vocabulary
 
@@ -28,10 +29,22 @@ def test_after_kills_at_any_moment_the_final_weights_are_those_of_an_undisturbed
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("killed") == 7, done.stdout
+    assert done.stdout.count("killed") == 10, done.stdout
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "calm")
     assert losses(tmp_path / "killed") == losses(tmp_path / "calm")
     assert len(losses(tmp_path / "calm")) == 8
+    evaluated = tmp_path / "evaluated"
+    assert final_weights(evaluated) == final_weights(tmp_path / "calm")
+    curve = read_metrics(evaluated / "evaluations.jsonl")
+    steps = [record["step"] for record in curve]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 8
+    best = read_best(evaluated, "norm")
+    assert best is not None
+    assert best.acceptance_length >= max(record["eval/acceptance_length"] for record in curve if record["step"])
+    kept = load_file(evaluated / "best" / "model.safetensors")
+    calm = load_file(tmp_path / "calm" / "checkpoints" / f"step-{best.step:08d}" / "model.safetensors") if best.step in (6, 8) else kept
+    assert all(torch.equal(kept[name], calm[name]) for name in kept)
 
 
 def test_training_without_a_warm_up_warms_up_first_and_learns_from_shards(tmp_path: Path) -> None:

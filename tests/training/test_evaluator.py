@@ -1,0 +1,224 @@
+"""Evaluation while training goes on: of whole steps, skipped rather than waited for, guarded, and the best weights kept."""
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.errors import LateCompilationError, TrainingError
+from dflash_core.feed import loaders_of
+from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, WarmUpReport, checkpoints, read_metrics
+from dflash_core.training.evaluator import Snapshot
+from dflash_core.training.replica import Replica
+from dflash_core.training.session import config_settings, warm_up_source
+from tests.training.small import INFO, SmallRows, config, final_weights, run, vocabulary
+
+
+class Judge:
+    """Says what ``lengths`` says of its first, second, … drafter, the last one for all others; and remembers their weights."""
+
+    device, dtype, key = torch.device("cpu"), torch.float32, "judge"
+
+    def __init__(self, *lengths: float, work: Callable[[int], object] = lambda number: None):
+        self.lengths, self.work = lengths or (1.0,), work
+        self.seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+        self.threads: list[str] = []
+
+    def measure(self, drafter: DFlashDrafter, go_on: Callable[[], bool]) -> Mapping[str, float] | None:
+        number = len(self.seen)
+        before = {name: weight.clone() for name, weight in drafter.state_dict().items()}
+        self.work(number)
+        self.seen.append((before, {name: weight.clone() for name, weight in drafter.state_dict().items()}))
+        self.threads.append(threading.current_thread().name)
+        return {"acceptance_length": self.lengths[min(number, len(self.lengths) - 1)]} if go_on() else None
+
+
+def settings(replicas: int = 2, every: int = 2, **training: Any) -> Any:
+    return config(replicas, evaluation={"every_steps": every}, **{"keep_checkpoints": 9, **training})
+
+
+def warmed(judge: Judge, folder: Path, given: Any) -> tuple[WarmUpReport, TrainingSession]:
+    report = warm_up_source(
+        given,
+        run_id="run",
+        loaders=loaders_of(SmallRows()),
+        settings=config_settings(given),
+        info=INFO,
+        vocabulary=vocabulary(),
+        folder=folder,
+        judge=lambda: judge,
+    )
+    session = TrainingSession.get("run", given)
+    assert session is not None
+    return report, session
+
+
+def evaluated(judge: Judge, folder: Path, given: Any, **arguments: Any) -> TrainingResult:
+    return DrafterTrainer(warmed(judge, folder, given)[1]).run(**arguments)
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    return {int(record["step"]): record["eval/acceptance_length"] for record in read_metrics(folder / "evaluations.jsonl")}
+
+
+def waits_for(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 20
+    while not (folder / "checkpoints" / f"step-{step:08d}").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def evaluator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer goes no step further while something is being judged, so that which steps are evaluated does not depend on time."""
+    from dflash_core.training.evaluation_thread import EvaluationThread
+
+    original = EvaluationThread.offer
+
+    def offer(self: EvaluationThread, step: int) -> None:
+        original(self, step)
+        while self._step is not None and self._goes_on():
+            time.sleep(0.002)
+
+    monkeypatch.setattr(EvaluationThread, "offer", offer)
+
+
+@pytest.mark.usefixtures("evaluator_is_waited_for")
+def test_evaluations_are_told_to_metrics_and_log_and_the_last_step_is_one_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: dict[int, Mapping[str, float]] = {}
+    judge = Judge(1.0, 1.5, 1.25, 1.75)
+    report, session = warmed(judge, tmp_path, settings(max_steps=5))
+    with caplog.at_level(logging.INFO, "dflash_core"):
+        DrafterTrainer(session).run(lambda step, metrics: told.update({step: metrics} if "eval/acceptance_length" in metrics else {}))
+    assert evaluations(tmp_path) == {0: 1.0, 2: 1.5, 4: 1.25, 5: 1.75}
+    assert {step: metrics["eval/acceptance_length"] for step, metrics in told.items()} == evaluations(tmp_path)
+    assert {"eval/seconds", "eval/skipped"} <= told[5].keys()
+    assert judge.threads == ["MainThread", "evaluator", "evaluator", "evaluator"]
+    assert report.evaluator is not None
+    assert report.evaluator.acceptance_length == 1.0
+    assert "Acceptance length after step 2: 1.500, the best so far" in caplog.text
+    assert re.search(r"after step 4: 1\.250 \(", caplog.text)
+
+
+def test_a_slow_evaluator_costs_evaluations_and_not_steps_and_sees_the_weights_of_one_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calm = tmp_path / "calm"
+    run(config(checkpoint_every=1, keep_checkpoints=9, max_steps=8), calm)
+    folder = tmp_path / "slow"
+    judge = Judge(work=lambda number: waits_for(folder, 7) if number == 1 else None)  # of step 2: while steps 3 to 7 go on
+    evaluated(judge, folder, settings(checkpoint_every=1, max_steps=8))
+    assert final_weights(folder) == final_weights(calm)
+    assert [step for step in evaluations(folder) if step < 8] == [0, 2]
+    for (before, after), step in zip(judge.seen[1:], (2, 8), strict=True):
+        expected = load_file(calm / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+        for name, weight in expected.items():
+            assert torch.equal(before[name], weight)
+            assert torch.equal(after[name], weight)
+    assert "Step 4 is not evaluated, since the evaluation of step 2 is still going on" in caplog.text
+    last = read_metrics(folder / "evaluations.jsonl")[-1]
+    assert last["eval/skipped"] >= 2.0
+
+
+@pytest.mark.usefixtures("evaluator_is_waited_for")
+@pytest.mark.parametrize(("lengths", "best"), [((9.0, 1.5, 2.0, 1.75), 4), ((1.0, 2.0, 2.0, 1.0), 4), ((1.0, 1.0, 1.0, 1.0), 6)])
+def test_the_best_weights_are_kept_whatever_retention_deletes_and_ties_go_to_the_later(tmp_path: Path, lengths: Any, best: int) -> None:
+    judge = Judge(*lengths)
+    result = evaluated(judge, tmp_path, settings(max_steps=6, keep_checkpoints=1))
+    assert result.best == checkpoints.BestWeights(best, lengths[best // 2])
+    assert result.weights == tmp_path / "best" / "model.safetensors"
+    assert json.loads((tmp_path / "training.json").read_text())["best"] == {"step": best, "acceptance_length": lengths[best // 2]}
+    kept, seen = load_file(result.weights), judge.seen[best // 2][0]
+    assert all(torch.equal(kept[name], seen[name]) for name in kept)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+@pytest.mark.usefixtures("evaluator_is_waited_for")
+def test_the_last_weights_go_on_where_that_is_asked_for(tmp_path: Path) -> None:
+    result = evaluated(Judge(1.0, 3.0, 2.0), tmp_path, settings(1, max_steps=3, keep="last"))
+    assert result.weights == tmp_path / "final" / "model.safetensors"
+    assert result.best == checkpoints.BestWeights(2, 3.0)
+
+
+@pytest.mark.usefixtures("evaluator_is_waited_for")
+def test_a_resumed_run_knows_the_best_weights_and_forgets_evaluations_after_its_checkpoint(tmp_path: Path) -> None:
+    stop = threading.Event()
+    given = settings(max_steps=8, checkpoint_every=3)
+    first = Judge(1.0, 3.0, 2.0, work=lambda number: stop.set() if number == 2 else None)
+    stopped = evaluated(first, tmp_path, given, stop=stop)
+    assert not stopped.finished
+    assert stopped.best == checkpoints.BestWeights(2, 3.0)
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 8, "eval/acceptance_length": 7.0}\n{"step": 9')
+    result = evaluated(Judge(2.0), tmp_path, given)
+    assert result.best == checkpoints.BestWeights(2, 3.0)
+    assert sorted(evaluations(tmp_path)) == list(evaluations(tmp_path))
+    assert evaluations(tmp_path)[8] == 2.0
+    measured_otherwise = Judge(1.5)
+    measured_otherwise.key = "other prompts"
+    _, session = warmed(measured_otherwise, tmp_path, given)
+    assert session.evaluator is not None
+    assert session.evaluator.best == checkpoints.BestWeights(8, 1.5)  # not 3.0 of other prompts
+
+
+def test_an_evaluator_that_dies_ends_the_run_and_says_where(tmp_path: Path) -> None:
+    def work(number: int) -> None:
+        if number == 1:
+            raise ValueError("no such token")
+
+    _, session = warmed(Judge(work=work), tmp_path, settings(max_steps=150))
+    with pytest.raises(ValueError, match="no such token") as caught:
+        DrafterTrainer(session).run()
+    assert caught.value.__notes__ == ["In the evaluator, while it evaluates step 2."]
+    assert not (tmp_path / "training.json").exists()
+
+
+def test_a_late_compilation_in_the_evaluator_is_refused_and_named(tmp_path: Path) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    compiled = torch.compile(double, fullgraph=True, dynamic=False, backend="eager")
+    _, session = warmed(Judge(work=lambda number: compiled(torch.ones(3 + number))), tmp_path, settings(max_steps=150))
+    with pytest.raises(LateCompilationError, match=r"double .*in thread 'evaluator'.*float32\[4\] on cpu"):
+        DrafterTrainer(session).run()
+
+
+def test_an_evaluator_that_hangs_at_the_end_is_a_stall_that_names_it(tmp_path: Path) -> None:
+    released = threading.Event()
+    judge = Judge(work=lambda number: released.wait(20) if number == 1 else None)
+    _, session = warmed(judge, tmp_path, settings(max_steps=3, stall_timeout_s=1.0))
+    try:
+        with pytest.raises(TrainingError, match="evaluator evaluates step 2"):
+            DrafterTrainer(session).run()
+    finally:
+        released.set()
+
+
+def test_a_failing_worker_does_not_leave_the_evaluator_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, session = warmed(Judge(), tmp_path, settings(max_steps=150))
+
+    def fail(self: Replica, batch: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Replica, "micro_step", fail)
+    with pytest.raises(ValueError, match="broken"):
+        DrafterTrainer(session).run()
+    assert not any(thread.name == "evaluator" for thread in threading.enumerate())
+
+
+def test_a_snapshot_for_another_precision_is_a_copy_in_it(tmp_path: Path) -> None:
+    _, session = warmed(Judge(), tmp_path, settings(1))
+    replica = session.replicas[0]
+    expected = {name: weight.bfloat16() for name, weight in replica.drafter.state_dict().items()}
+    snapshot = Snapshot(replica, DFlashConfig.from_target(INFO, session.config.drafter), torch.device("cpu"), torch.bfloat16)
+    snapshot.take()
+    replica.weights.add_(1.0)
+    snapshot.arrive()
+    found = snapshot.drafter.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
