@@ -11,6 +11,7 @@ s·A + m of step s with A accumulation steps). Every wait is on a condition, so 
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,8 +54,9 @@ class Loader:
         return self.waited + (time.monotonic() - self.since if self.doing in (_WAITS, _IS_DONE) else 0.0)
 
 
-def loaders_of(source: RowSource, count: int = 2) -> list[Loader]:
-    """Loaders that share a source: enough to copy rows while others are being read from a disk."""
+def loaders_of(source: RowSource, count: int | None = None) -> list[Loader]:
+    """Loaders that share a source. Default: one for every two cores, from 2 to 8, as one core copies and checks some gigabytes a second."""
+    count = count or min(8, max(2, (os.cpu_count() or 2) // 2))
     return [Loader(f"loader {number}", source) for number in range(count)]
 
 

@@ -81,12 +81,18 @@ class Batch:
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    """Stack rows of equal shapes. A single row is not copied."""
+    """Stack rows of equal shapes, in memory of the same kind. A single row is not copied."""
     tensors = {}
     for name in rows[0].tensors:
         values = [getattr(row, name) for row in rows]
-        tensors[name] = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
+        tensors[name] = values[0].unsqueeze(0) if len(values) == 1 else _stack(values)
     return Batch(**tensors)
+
+
+def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = values[0]
+    shape = (len(values), *first.shape)
+    return torch.stack(list(values), out=torch.empty(shape, dtype=first.dtype, device=first.device, pin_memory=first.is_pinned()))
 
 
 def _tensors(item: Row | Batch) -> dict[str, torch.Tensor]:

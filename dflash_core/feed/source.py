@@ -89,6 +89,7 @@ class ShardRows:
         self._last_hidden = last_hidden
         self._dataset = dataset
         self._order = PackedOrder(dataset.lengths, training, seed)
+        self._pinned = training.devices[0] != "cpu"
 
     def rows_per_epoch(self, epoch: int) -> int:
         """Rows of an epoch; the same for all."""
@@ -97,10 +98,11 @@ class ShardRows:
     def row(self, ordinal: int) -> Row:
         """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
         samples = [self._dataset.sample(i) for i in self._order.samples(ordinal)]
-        row = self._order.row(ordinal, samples)
+        row = self._order.row(ordinal, samples, _side_by_side([sample.features for sample in samples], self._order.row_length, pinned=self._pinned))
         if not self._last_hidden:
             return row
-        return replace(row, last_hidden=_side_by_side([sample.columns[LAST_HIDDEN] for sample in samples], len(row.tokens)))
+        hidden = [sample.columns[LAST_HIDDEN] for sample in samples]
+        return replace(row, last_hidden=_side_by_side(hidden, self._order.row_length, pinned=self._pinned))
 
 
 def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
@@ -143,12 +145,17 @@ def build_row(
     )
 
 
-def _side_by_side(values: Sequence[torch.Tensor], row_length: int) -> torch.Tensor:
-    """[T, X] of several [t, X], 0 in the padding."""
-    row_TX = values[0].new_empty(row_length, values[0].shape[1])
+def _side_by_side(values: Sequence[torch.Tensor], row_length: int, *, pinned: bool = False) -> torch.Tensor:
+    """[T, X] of several [t, X], 0 in the padding: the only copy between the page cache and, from ``pinned`` memory, the GPU.
+
+    By NumPy, which copies in the calling thread without Python's lock. torch would share each copy among threads, of which every loader has
+    as many as there are cores.
+    """
+    row_TX = torch.empty(row_length, values[0].shape[1], dtype=values[0].dtype, pin_memory=pinned)
+    bytes_TX = row_TX.view(torch.uint8).numpy()
     end = 0
     for value in values:
         begin, end = end, end + len(value)
-        row_TX[begin:end] = value
-    row_TX[end:] = 0
+        bytes_TX[begin:end] = value.view(torch.uint8).numpy()
+    bytes_TX[end:] = 0
     return row_TX

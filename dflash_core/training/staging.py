@@ -5,8 +5,9 @@
 There are ``SLOTS`` slots of fixed size. A pinned one is written again only after its copy has finished, a device one only after the step that
 reads it has: two events for each slot say so. On the CPU rows lie where they are needed, and there is nothing to stage.
 
-Features of a live target lie on a GPU already. They go from there to the slot, by a direct copy between the devices where the hardware has one,
-and pass neither pinned memory nor the host; two streams take part in that, one on either device.
+Features of shards were laid into pinned memory by the feed's loaders, and go to the device from there. Features of a live target lie on a GPU
+already. They go from there to the slot, by a direct copy between the devices where the hardware has one, and pass neither pinned memory nor the
+host; two streams take part in that, one on either device.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class BatchesFromFeed:
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for a batch. ``pinned``: of what comes from the host. ``copied``: all is on the device. ``used``: the device has done with it."""
+    """Room for a batch. ``pinned``: of what is not pinned yet. ``copied``: all is on the device. ``used``: the device has done with it."""
 
     pinned: dict[str, torch.Tensor]
     batch: Batch
@@ -75,7 +76,7 @@ class Staging:
 
     def _slot(self, example: Batch) -> Slot:
         pin = self.device.type == "cuda"
-        from_host = {name: tensor for name, tensor in example.tensors.items() if not tensor.is_cuda}
+        from_host = {name: tensor for name, tensor in example.tensors.items() if not tensor.is_cuda and not tensor.is_pinned()}
         pinned = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin) for name, tensor in from_host.items()}
         batch = example.map(lambda tensor: tensor.to(self.device, copy=True))
         # blocking: the stager sleeps until the event has come, instead of spinning on a core
@@ -163,9 +164,9 @@ class StagedBatches:
             stream.wait_event(slot.used)  # the step that read the batch before
             for name, pinned in slot.pinned.items():
                 getattr(slot.batch, name).copy_(pinned, non_blocking=True)
-            for b, row in enumerate(rows):
-                if "features" not in slot.pinned:
-                    self._fetch(row.features, slot.batch.features[b])
+            for name in slot.batch.tensors.keys() - slot.pinned.keys():
+                for b, row in enumerate(rows):
+                    self._fetch(getattr(row, name), getattr(slot.batch, name)[b])
             slot.copied.record(stream)
             for row in rows:
                 if row.give_back is not None:
@@ -174,6 +175,13 @@ class StagedBatches:
                     row.give_back(read)
 
     def _fetch(self, source: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy between devices, or on one. Torch copies on the current stream of the source's device, and lets that of the place's wait for it."""
+        """Copy what is not to pass the slot's pinned memory.
+
+        Between devices torch copies on the current stream of the source's, and lets that of the place's wait for it. From pinned memory it
+        copies on the current stream, and gives that memory to nobody before it has.
+        """
+        if not source.is_cuda:
+            place.copy_(source, non_blocking=True)
+            return
         with torch.cuda.stream(self._staging.stream_on(source.device)), torch.cuda.stream(self._staging.stream):
             place.copy_(source, non_blocking=True)

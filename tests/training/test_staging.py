@@ -139,3 +139,15 @@ def test_a_row_of_another_shape_is_refused_with_both_shapes() -> None:
     with pytest.raises(TrainingError, match=r"anchors of row 3 are torch.int64 \[5\], and were torch.int64 \[6\] in warm-up"):
         batches.take(1)
     feed.close()
+
+
+def test_features_that_are_pinned_already_go_to_the_device_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.is_floating_point())
+    feed, batches = staged(SmallRows(), rows=1)
+    assert all(slot.batch.tensors.keys() - slot.pinned.keys() == {"features"} for slot in batches._staging.slots)
+    for microstep in range(8):
+        batch = batches.take(microstep)
+        expected = collate([SmallRows().row(microstep)])
+        assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in batch.tensors.items())
+        batches.release()
+    feed.close()
