@@ -4,7 +4,7 @@
         result = run.train()
         run.records                                                                # of this training, one a step
         run.train(steps=20, replicas=1)                                            # again, with the first replica alone
-        run.capture()                                                              # from now on with CUDA graphs
+        run.drop_graphs()                                                          # from now on without CUDA graphs, if there were any
 
 Whatever a run comes to is thrown away, so no weights are gathered and written: at the size of a Qwen3-8B drafter that takes longer than the steps.
 
@@ -140,12 +140,10 @@ class TrainingRun:
         with mock.patch("dflash_core.training.worker.gather", nothing), mock.patch("dflash_core.training.trainer.gather", nothing):
             return DrafterTrainer(session).run()
 
-    def capture(self) -> None:
-        """Let all replicas launch their steps as CUDA graphs from now on."""
+    def drop_graphs(self) -> None:
+        """Let all replicas launch their steps kernel by kernel from now on. They were captured in warm-up, as they are in the product."""
         for replica in self.session.replicas:
-            with replica.on_device():
-                replica.capture(self.batch(0))
-            torch.cuda.synchronize(replica.device)
+            replica._graphs = None
 
     def make_equal(self) -> None:
         """Give all replicas the weights of the first, and no moments."""

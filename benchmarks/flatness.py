@@ -61,10 +61,10 @@ def _gib(values: list[list[int]]) -> list[float]:
 def measure_overhead(recorder: Recorder, shape: Shape, device: str, steps: int) -> None:
     """A step in the trainer, with rows from the loaders, against the same replica called in a loop on batches that lie ready on the device.
 
-    Both on rows of the same source, compiled and then with CUDA graphs. The bare loop is timed before and after the trainer, and of each the second
+    Both on rows of the same source, with CUDA graphs and then without. The bare loop is timed before and after the trainer, and of each the second
     half of the steps counts: a chip that is warm slows down.
     """
-    with _warmed(shape, [device], steps) as run:
+    with _warmed(shape, [device], steps, cuda_graphs="auto") as run:
         replica = run.session.replicas[0]
         batches = itertools.cycle([run.batch(number).to(replica.device) for number in range(_BATCHES)])
 
@@ -73,9 +73,9 @@ def measure_overhead(recorder: Recorder, shape: Shape, device: str, steps: int) 
                 samples = time_ms(lambda: bare_step(replica, [next(batches)]), replica.device, repeats=2 * steps // 3)
             return statistics.median(samples[len(samples) // 2 :])
 
-        for variant in ("", ".graphs") if device != "cpu" else ("",):
-            if variant:
-                run.capture()
+        for variant in (".graphs", "") if device != "cpu" else ("",):
+            if not variant:
+                run.drop_graphs()
             before = bare_ms()
             run.train()
             after, engine = bare_ms(), 1e3 * run.seconds_of_a_step(steps // 2)
@@ -86,10 +86,10 @@ def measure_overhead(recorder: Recorder, shape: Shape, device: str, steps: int) 
             recorder.add(f"engine.overhead.{shape.name}{variant}", 2 * engine / (before + after) - 1, "share", steps - steps // 2, detail)
 
 
-def _warmed(shape: Shape, devices: list[str], steps: int) -> TrainingRun:
+def _warmed(shape: Shape, devices: list[str], steps: int, **training: Any) -> TrainingRun:
     began = time.monotonic()
     print(f"warming up {len(devices)} replicas of {shape.name}", flush=True)
-    run = TrainingRun(shape, devices, steps, compile="auto")
+    run = TrainingRun(shape, devices, steps, compile="auto", **training)
     print(f"warmed up after {time.monotonic() - began:.1f} s, of which {run.report.seconds:.1f} s in the product", flush=True)
     return run
 
@@ -99,6 +99,7 @@ def main(words: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "", ["overhead", "flat", "scaling"])
     parser.add_argument("--devices", type=lambda text: text.split(","), help="devices of the replicas; default: --device")
     parser.add_argument("--steps", type=int, default=300, help="steps over which memory is watched; other trainings take 60 at most")
+    parser.add_argument("--sync", default="all_reduce", choices=["all_reduce", "sharded"], help="training.sync of the section 'scaling'")
     parser.add_argument("--shapes", nargs="*", default=["4x3072", "1x2048"], choices=list(SHAPES), help="rows of the section 'scaling'")
     options = parser.parse_args(words)
     devices = options.devices or ["cuda:0" if options.device == "cuda" else options.device]
@@ -119,7 +120,7 @@ def _run(recorder: Recorder, shape: Shape, devices: list[str], options: argparse
     if "scaling" in options.sections and len(devices) > 1:
         from benchmarks.scaling import measure_scaling  # which imports this module
 
-        measure_scaling(recorder, [SHAPES[name] for name in options.shapes], devices, options.steps)
+        measure_scaling(recorder, [SHAPES[name] for name in options.shapes], devices, options.steps, options.sync)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, floa
     whole run. grad_norm (before clipping), learning_rate and queue_depth: of the last step.
     data_wait_share: share of the time that replica 0 waited for rows; source_wait_share: that loaders or targets waited for room in the queue.
     feed_bottleneck: the first less the second, from 1, where rows come too slowly, to -1, where they wait for the replicas.
+    sync_share: share of the time that replica 0 took to exchange gradients and weights, waits for slower replicas included.
     """
     last = records[-1]
     applied = [record.totals for record in records if not record.totals.skipped]
@@ -121,6 +122,7 @@ def summarise(records: list[StepRecord], tokens_per_step: int) -> dict[str, floa
         "step_seconds": seconds / len(records),
         "data_wait_share": data_wait,
         "source_wait_share": source_wait,
+        "sync_share": sum(record.sync for record in records) / seconds,
         "feed_bottleneck": data_wait - source_wait,
         "queue_depth": float(last.queue_depth),
         "nonfinite_steps": float(last.state.skipped),

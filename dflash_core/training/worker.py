@@ -26,6 +26,7 @@ from dflash_core.training.memory import MemoryWatch
 from dflash_core.training.replica import Replica, gather
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import TrainingSession
+from dflash_core.training.span import Span
 from dflash_core.training.staging import Batches, BatchesFromFeed, StagedBatches
 from dflash_core.training.sync import GradientSync, StepTotals, compare
 
@@ -49,6 +50,7 @@ class StepRecord:
     """A finished step, as replica 0 reports it. ``state`` stands after the step; seconds and waits are of this step.
 
     data_wait:   seconds that replica 0 waited for rows
+    sync:        seconds from its own gradients to the sums of all, and for what of the weights is exchanged: waits for slower replicas are in it
     source_wait: seconds that a loader or target waited for room in the queue, the mean over them
     """
 
@@ -57,6 +59,7 @@ class StepRecord:
     state: TrainingState
     seconds: float
     data_wait: float
+    sync: float
     source_wait: float
     queue_depth: int
 
@@ -137,7 +140,7 @@ class Worker:
         self._training = shared.session.config.training
         self._memory = shared.memory[replica.index]
         self._state = shared.session.state
-        self._pending: deque[tuple[int, Callable[[], StepTotals], float, float]] = deque()
+        self._pending: deque[tuple[int, Callable[[], StepTotals], float, float, Sequence[Span]]] = deque()
         self._mark = time.monotonic()  # when the last step had finished, or the first one began
         self._source_mark = shared.feed.loaders_waited  # at the same moment
         self._stopping = False
@@ -205,18 +208,20 @@ class Worker:
             self._batches.release()
         replica.close_step(self.shared.stop_requested)
         self.beacon(f"waits for the other replicas in step {step + 1}")
-        self.sync.sum_gradients(replica)
+        with Span(replica.device) as summing:
+            self.sync.sum_gradients(replica)
         self.beacon(f"applies step {step + 1}")
         replica.apply(rate)
-        self.sync.share_weights(replica)
-        self._pending.append((step, replica.totals_later(), rate, waited))
+        with Span(replica.device) as sharing:
+            self.sync.share_weights(replica)
+        self._pending.append((step, replica.totals_later(), rate, waited, (summing, sharing)))
         for watch in self._memory:
             watch.after_step(step + 1)
 
     def _read_totals(self, keep: int) -> None:
         """Read finished steps until ``keep`` are left unread, and draw the consequences."""
         while len(self._pending) > keep:
-            step, read, rate, waited = self._pending.popleft()
+            step, read, rate, waited, syncs = self._pending.popleft()
             totals = read()
             rows_per_step = self.shared.session.config.rows_per_step
             in_row = self._state.skipped_in_row + 1 if totals.skipped else 0
@@ -229,7 +234,8 @@ class Worker:
             )  # fmt: skip
             self.shared.last_progress = now
             if self.replica.index == 0:
-                self.shared.records.append(StepRecord(totals, rate, self._state, seconds, waited, source_wait, self.shared.feed.depth))
+                sync = sum(span.seconds() for span in syncs)
+                self.shared.records.append(StepRecord(totals, rate, self._state, seconds, waited, sync, source_wait, self.shared.feed.depth))
             self._stopping |= totals.stop
             if in_row >= self._training.max_nonfinite_steps:
                 raise TrainingError(

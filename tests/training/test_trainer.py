@@ -62,7 +62,7 @@ def test_training_learns_and_leaves_final_weights_metrics_and_facts(tmp_path: Pa
     assert {thread for _, _, thread in seen} == {"MainThread"}
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.1
     assert {"loss", "token_accuracy", "accuracy_slot_1", "accuracy_slot_3", "learning_rate", "grad_norm", "tokens_per_second"} <= seen[-1][1].keys()
-    assert {"supervised_slots", "data_wait_share", "queue_depth", "nonfinite_steps", "memory_rss"} <= seen[-1][1].keys()
+    assert {"supervised_slots", "data_wait_share", "sync_share", "queue_depth", "nonfinite_steps", "memory_rss"} <= seen[-1][1].keys()
     assert "accuracy_slot_0" not in seen[-1][1]
     assert (tmp_path / "training.json").is_file()
     assert torch.get_num_threads() == threads
