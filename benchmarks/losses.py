@@ -51,7 +51,8 @@ def plan_for(options: argparse.Namespace, device: str, loss: str, precision: str
     settings = [
         f"run.workspace={json.dumps(str(options.workspace))}", f"target.device={on}", f"training.devices=[{on}]", f"evaluation.device={on}",
         "extraction.teacher=last_hidden", f"training.precision={precision}", f"training.max_steps={options.steps}", "training.epochs=1000",
-        f"training.checkpoint_every={options.steps}", "evaluation.sets=[]", "evaluation.untrained_prompts=0", f"evaluation.num_prompts={options.prompts}",
+        f"training.checkpoint_every={options.steps}", "evaluation.sets=[]",
+        "evaluation.untrained_prompts=0", f"evaluation.num_prompts={options.prompts}",
     ]  # fmt: skip
     if device == "cpu":
         settings += ["target.dtype=float32", "evaluation.dtype=float32"]
@@ -107,9 +108,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--precisions", nargs="*", help="values of training.precision; default: bfloat16, and float32 on a CPU")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts")
-    parser.add_argument(
-        "--workspace", type=Path, default=ROOT / "workspace" / "losses", help="where stages are kept: what is there is not done again"
-    )
+    parser.add_argument("--workspace", type=Path, default=ROOT / "workspace" / "losses", help="where stages are kept")
     parser.add_argument("--table", action="store_true", help="print a table of the results instead")
     options = parser.parse_args(words)
     if options.table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def vocabulary() -> TargetVocabulary:
     return TargetVocabulary(weight, weight, INFO)
 
 
+DISTILLED: dict[str, Any] = {"extraction": {"teacher": "last_hidden"}, "objective": {"distillation": {"weight": 0.5, "temperature": 2.0}}}
+"""Settings of a training on ``RowsOfATeacher``."""
+
+
 class SmallRows:
     """Row ``ordinal``: two documents and some padding; features hold the embeddings of the next tokens, so a drafter can learn to copy."""
 
@@ -59,6 +64,14 @@ class SmallRows:
             ordinal=ordinal, epoch=0, features=features, tokens=tokens, document_ids=ids, positions=positions, loss_mask=mask, anchors=anchors,
             sample_ids=(f"row {ordinal}",),
         )  # fmt: skip
+
+
+class RowsOfATeacher(SmallRows):
+    """Rows with last hidden states: of a target that is nearly sure of the next token."""
+
+    def row(self, ordinal: int) -> Row:
+        row = super().row(ordinal)
+        return replace(row, last_hidden=2 * self._embeddings[row.tokens.roll(-1)])
 
 
 class SmallSamples:
@@ -101,12 +114,13 @@ def config(replicas: int = 2, **training: Any) -> PipelineConfig:
         "devices": ["cpu"] * replicas, "row_length": ROW_LENGTH, "num_anchors": 6, "max_steps": 6, "learning_rate": 3e-3, "precision": "float32",
         "checkpoint_every": 2, "compare_replicas_every": 2, "stall_timeout_s": 30.0, "queue_rows": 8, "weight_decay": 0.01,
     }  # fmt: skip
-    objective, drafter = training.pop("objective", {}), training.pop("drafter", {})
+    objective, drafter, extraction = (training.pop(section, {}) for section in ("objective", "drafter", "extraction"))
     return parse_config(
         {
             "target": {"model": "small"},
             "data": {"sources": [{"source": "prompts.jsonl"}], "max_length": ROW_LENGTH},
             "drafter": {"num_layers": 2, "num_taps": TAPS, "block_size": 4, "mask_token_id": 5, **drafter},
+            "extraction": extraction,
             "objective": {"chunk_slots": 16, **objective},
             "training": {**settings, **training},
         }

@@ -14,7 +14,7 @@ from dflash_core.feed import Row, collate
 from dflash_core.target import TargetVocabulary
 from dflash_core.training import DrafterTrainer
 from dflash_core.training.replica import Replica
-from tests.training.small import INFO, SmallRows, config, losses, run, vocabulary, warm_up
+from tests.training.small import DISTILLED, INFO, RowsOfATeacher, SmallRows, config, losses, run, vocabulary, warm_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -54,6 +54,13 @@ def test_graphs_give_the_numbers_of_the_step_without_them(tmp_path: Path, device
     eager, graphs_ = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("eager", "graphs"))
     for name, weight in eager.items():
         torch.testing.assert_close(graphs_[name], weight, rtol=0, atol=2e-3)
+
+
+def test_distillation_trains_in_graphs_as_it_does_on_the_cpu(tmp_path: Path) -> None:
+    for device, graphs in (("cpu", False), ("cuda:0", True)):
+        settings = config(devices=[device], max_steps=8, cuda_graphs=graphs, **DISTILLED)
+        assert run(settings, tmp_path / device[:3], RowsOfATeacher()).finished
+    assert losses(tmp_path / "cud") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-3)
 
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]])

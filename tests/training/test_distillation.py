@@ -16,6 +16,7 @@ from dflash_core.feed.source import ShardRows
 from dflash_core.plan import Plan
 from dflash_core.shards import ShardDataset
 from tests.tiny_run import STEPS, write_tiny_run
+from tests.training import small
 
 STORED, DISTILLED = "extraction.teacher=last_hidden", "objective.distillation={weight: 0.5, temperature: 2.0}"
 
@@ -52,6 +53,15 @@ def test_training_with_it_gives_another_drafter_than_without_from_the_same_shard
         assert pipeline.run_stage(plan, "train").manifest.counts["steps"] == STEPS
         weights.append(pipeline._trained_drafter(plan).state_dict())
     assert not torch.equal(weights[0]["fc.weight"], weights[1]["fc.weight"])
+
+
+def test_replicas_distil_together_as_one_does_alone(tmp_path: Path) -> None:
+    for replicas, accumulation in ((1, 2), (2, 1)):
+        settings = small.config(replicas, accumulation_steps=accumulation, **small.DISTILLED)
+        assert small.run(settings, tmp_path / str(replicas), small.RowsOfATeacher()).finished
+    alone, together = small.losses(tmp_path / "1"), small.losses(tmp_path / "2")
+    assert alone == pytest.approx(together, rel=1e-4)
+    assert alone[-1] < alone[0]
 
 
 def test_shards_without_the_column_are_refused_before_training_and_so_is_a_configuration_that_makes_none(path: Path) -> None:
