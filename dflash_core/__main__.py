@@ -75,7 +75,7 @@ def _print_rows(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def _print_metrics(step: int, metrics: Mapping[str, float]) -> None:
-    if step % 20 == 0 or step == 1:
+    if step % 20 == 0 or step == 1 or "eval/acceptance_length" in metrics:
         print(f"  step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "slot" not in name), flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from dflash_core.config import load_config
 from dflash_core.errors import ShardError
 from flows.cli import app, told
+from flows.console import PlainConsole
 
 ROOT = Path(__file__).parent.parent.parent
 MINIMAL = str(ROOT / "configs" / "valid" / "minimal.yaml")
@@ -155,3 +157,13 @@ def test_the_module_runs_as_a_program_and_passes_its_status_on() -> None:
     finished = subprocess.run([sys.executable, "-m", "flows.cli", "validate", BAD], capture_output=True, text=True, cwd=ROOT, check=False)
     assert finished.returncode == 2
     assert finished.stderr.startswith(f"{BAD}: 1 problem")
+
+
+def test_the_console_keeps_the_last_acceptance_length_beside_the_metrics_of_later_steps() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    console.begin("train")
+    for step, metrics in ((4, {"loss": 2.5}), (4, {"eval/acceptance_length": 1.5}), (5, {"loss": 2.25})):
+        console.metrics("train", step, metrics)
+    console.end("train", "done")
+    assert stream.getvalue().splitlines()[-1] == "train: done  loss 2.250, acceptance length 1.50"
