@@ -154,6 +154,9 @@ class DataConfig(Section):
     max_length: PositiveInt = Field(3072, description="Longest sample in tokens; the tail of a longer one is cut off.")
     min_response_tokens: PositiveInt = Field(2, description="Samples with fewer supervised tokens are rejected.")
     heldout_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="Share of conversations held out for evaluation, chosen by a stable hash.")
+    evaluation_overlap: Literal["drop", "refuse"] = Field(
+        "drop", description="What happens to conversations that say a prompt of evaluation.sets: not trained on, and counted; or the stage fails."
+    )
     max_rejected_fraction: Fraction = Field(0.05, description="The stage fails when a larger share of rows is rejected.")
 
 

@@ -220,6 +220,14 @@ class Plan:
         return depends
 
     def _samples_depends_on(self) -> dict[str, Any]:
+        evaluation = self.config.evaluation
+        if not evaluation.sets:
+            return self._samples_of_no_set()
+        # sets count as they are, whatever their names and limits
+        places = [(item.source, item.split, item.subset, item.path and self._digest_of_input(item.path)) for item in evaluation.sets]
+        return {**self._samples_of_no_set(), "kept_out": [self.config.data.evaluation_overlap, *sorted(set(map(str, places)))]}
+
+    def _samples_of_no_set(self) -> dict[str, Any]:
         data = self.config.data
         return {
             "responses": self.key("responses"),
@@ -228,10 +236,22 @@ class Plan:
             "heldout_fraction": data.heldout_fraction,
         }
 
+    def _content_of_samples(self) -> str | None:
+        """Key of the samples as they are: where no prompt of an evaluation set was among them, the same as without sets.
+
+        So a set that is named later has nothing extracted or trained again, once the stage 'samples' has found that it need not be.
+        """
+        key = self.key("samples")
+        if key is None or not self.config.evaluation.sets:
+            return key
+        found = Manifest.read(self._folder("samples", key))
+        unchanged = found is not None and found.key == key and found.counts.get("in_evaluation_sets") == 0
+        return digest_of(["samples", CODE_VERSIONS["samples"], self._samples_of_no_set()]) if unchanged else key
+
     def _shards_depends_on(self) -> dict[str, Any]:
         extraction = self.config.extraction  # which devices made a shard does not change it
         return {
-            "samples": self.key("samples"),
+            "samples": self._content_of_samples(),
             "taps": list(self.tap_layers),
             "dtype": self.config.target.dtype,
             "extraction": extraction.model_dump(mode="json", exclude={"devices"} if extraction.teacher != "none" else {"devices", "teacher"}),

@@ -12,6 +12,7 @@ from dflash_core.config import load_config
 from dflash_core.errors import InputError, Problem
 from dflash_core.evaluation import Comparison, EvaluationResult, compare, comparison_table
 from dflash_core.evaluation.plots import write_comparison
+from dflash_core.pipeline import run_stage
 from dflash_core.plan import Plan
 from dflash_core.stages import write_json_atomic
 from flows.one_stage import evaluation_here, print_rows, require
@@ -25,13 +26,14 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
 
     Raises:
         InputError: one of them is no evaluation (or, with a configuration, no drafter); or they were measured on other prompts or settings.
-        StageMissingError: the samples of the configuration are not there yet.
+        StageMissingError: the responses of the configuration are not there yet.
     """
     if config is None:
         one, other = _read(first), _read(second)
     else:
         plan = Plan(load_config(config, overrides), str(config))
-        require(plan, config, "samples")
+        require(plan, config, "responses")
+        run_stage(plan, "samples")
         one, other = (evaluation_here(plan, find_drafter(plan.config, drafter)) for drafter in (first, second))
     comparison = compare(one, other, *_names(first, second))
     console = Console(highlight=False)

@@ -32,12 +32,15 @@ def evaluate(path: Path, overrides: Sequence[str], drafter: str | None) -> Path:
         The folder with ``evaluation.json`` and a line for each prompt in ``prompts.jsonl``.
 
     Raises:
-        StageMissingError: the samples, or the trained drafter, are not there yet.
+        StageMissingError: the responses, or the trained drafter, are not there yet.
         CheckpointError: the folder holds no drafter, or one for another target.
     """
     config = load_config(path, overrides)
     plan = Plan(config, str(path))
-    require(plan, path, "samples" if drafter else "train")
+    require(plan, path, "responses")
+    run_stage(plan, "samples")  # seconds, where another evaluation set has just been named
+    if not drafter:
+        require(plan, path, "train")
     found = find_drafter(config, drafter) if drafter else None
     folder = _watched(lambda teller: run_stage(plan, "evaluate", progress=teller).folder if found is None else evaluate_folder(plan, found, teller))
     print_evaluation(evaluation_of(folder))

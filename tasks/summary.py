@@ -86,6 +86,9 @@ def report_of(
             "conversations": f"{counts['samples']['conversations']:,} ({counts['responses'].get('duplicates', 0):,} repetitions left out)",
             "training": f"{counts['samples']['train']:,} samples, {counts['samples']['train_supervised']:,} response tokens",
             "held out": f"{counts['samples']['heldout']:,} samples",
+            **(
+                {"in evaluation sets": f"{counts['samples']['in_evaluation_sets']:,} conversations, not trained on"} if config.evaluation.sets else {}
+            ),
         },
         "Training": {
             "steps": f"{counts['train']['steps']:,} of {config.rows_per_step} rows of {config.training.row_length} tokens",

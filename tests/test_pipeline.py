@@ -374,17 +374,24 @@ def test_an_untrained_drafter_that_is_not_measured_is_no_figure(config: Path) ->
     assert json.loads(write_summary(plan, run_all(plan)).read_text())["acceptance_length_untrained"] is None
 
 
-def test_sets_are_measured_beside_the_heldout_prompts_and_a_changed_file_is_another_evaluation(config: Path, tmp_path: Path) -> None:
+def test_sets_are_measured_beside_the_heldout_prompts_and_train_nothing_again_unless_they_are_in_the_data(config: Path, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": role, "content": text} for role, text in (("user", "Go on"), ("assistant", ""), ("user", "And on"))]
     chats.write_text(json.dumps({"messages": turns}) + "\n")
-    plan = plan_of(config, f"evaluation.sets=[{{name: chats, source: {chats}}}]")
-    assert missing(plan) == AFTER["evaluate"]
-    counts = run_all(plan)["evaluate"].manifest.counts
+    change = f"evaluation.sets=[{{name: chats, source: {chats}}}]"
+    results = run_all(plan_of(config, change))
+    counts = results["evaluate"].manifest.counts
     assert counts["eval/chats/lossless"] == counts["eval/heldout/lossless"] == 1.0
-    assert evaluation_of(plan.folder("evaluate")).sets["chats"].prompts == 2
+    assert evaluation_of(results["evaluate"].folder).sets["chats"].prompts == 2
+    assert [name for name, result in results.items() if not result.cached] == ["samples", "evaluate", "export"]
+    assert missing(plan_of(config, change)) == []
     chats.write_text(json.dumps({"prompt": "Go on"}) + "\n")
-    assert missing(plan_of(config, f"evaluation.sets=[{{name: chats, source: {chats}}}]")) == AFTER["evaluate"]
+    run_stage(plan_of(config, change), "samples")
+    assert missing(plan_of(config, change)) == AFTER["evaluate"]
+    prompts = [json.loads(line)["prompt"] for line in (config.parent / "prompts.jsonl").read_text().splitlines()]
+    chats.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[:3]))
+    assert run_stage(plan_of(config, change), "samples").manifest.counts["in_evaluation_sets"] > 0
+    assert missing(plan_of(config, change)) == AFTER["shards"]
 
 
 def test_whoever_may_read_the_folder_may_read_the_exported_weights(config: Path) -> None:

@@ -40,7 +40,7 @@ class RejectLog:
             self._first.append(problem)
 
     def leave_out(self, problem: Problem) -> None:
-        """List a row that ``data.filters`` leave out; it does not count as wrong."""
+        """List a row that ``data.filters`` leave out, or an evaluation set does; it does not count as wrong."""
         self.filtered += 1
         self._write(problem)
 

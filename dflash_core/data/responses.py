@@ -29,6 +29,7 @@ from dflash_core.data.filters import continued
 from dflash_core.data.prompts import read_prompts
 from dflash_core.data.rejects import RejectLog
 from dflash_core.data.render import check_tokenizer, render_prompt
+from dflash_core.data.sets import KeptOut, refuse_overlap
 from dflash_core.data.types import Conversation, Message
 from dflash_core.errors import DataError, Problem
 from dflash_core.stages import Progress, atomic_write, no_progress, sync_folder, write_json_atomic
@@ -188,6 +189,9 @@ def _select(config: PipelineConfig, tokenizer: Any, rejected: RejectLog) -> tupl
         chosen = [conversation for conversation in chosen if conversation.id not in again]
     if not chosen:
         raise DataError("data", [Problem("data.sources", rejected.seen, "no conversation is left to work with", f"See {rejected.path}")])
+    if config.evaluation.sets and config.data.evaluation_overlap == "refuse":
+        kept_out = KeptOut.of(config, rejected.path.with_name("rejected-of-sets.jsonl"))
+        refuse_overlap([(item.id, name) for item in chosen if (name := kept_out.found_in(item)) is not None])
     return chosen, duplicates
 
 

@@ -27,6 +27,7 @@ from dflash_core.data.driver import Answered
 from dflash_core.data.rejects import RejectLog
 from dflash_core.data.render import check_tokenizer, render_sample, splice_turns
 from dflash_core.data.responses import normalised, read_responses
+from dflash_core.data.sets import KeptOut, refuse_overlap
 from dflash_core.data.types import Conversation, Sample
 from dflash_core.errors import DataError, Problem
 from dflash_core.stages import Progress, atomic_write, no_progress, write_json_atomic
@@ -56,16 +57,19 @@ def write_samples(
 
     Returns:
         counts: conversations, rejected, reach_max_length (samples of the full ``data.max_length``, mostly cut off there), and for each side
-        (train, heldout) the samples, ``<side>_tokens`` and ``<side>_supervised`` tokens.
+        (train, heldout) the samples, ``<side>_tokens`` and ``<side>_supervised`` tokens. With ``evaluation.sets`` also in_evaluation_sets:
+        conversations that say a prompt of theirs and are not trained on.
 
     Raises:
-        DataError: too many conversations are rejected, or a side is empty.
+        DataError: too many conversations are rejected, or a side is empty, or ``data.evaluation_overlap`` refuses what is in a set.
     """
     check_tokenizer(tokenizer)
     out_folder.mkdir(parents=True, exist_ok=True)
     reach_max_length = 0
     with contextlib.ExitStack() as stack:
         rejected = stack.enter_context(RejectLog(out_folder / "rejected.jsonl"))
+        kept_out = KeptOut.of(config, out_folder / "rejected-of-sets.jsonl") if config.evaluation.sets else None
+        overlapping: list[tuple[str, str]] = []
         writers = {side: stack.enter_context(_SampleWriter(out_folder / f"{side}.parquet")) for side in SIDES}
         for answered in read_responses(responses_folder):
             rejected.seen += 1
@@ -74,19 +78,30 @@ def write_samples(
             except DataError as error:
                 rejected.add(error.problems[0])
                 continue
-            writer = writers["heldout" if is_heldout(answered.conversation, config.data.heldout_fraction) else "train"]
+            heldout = is_heldout(answered.conversation, config.data.heldout_fraction)
+            if kept_out is not None and not heldout and (name := kept_out.found_in(answered.conversation)) is not None:
+                overlapping.append((answered.conversation.id, name))
+                rejected.leave_out(
+                    Problem(answered.conversation.id, name, "says a prompt of an evaluation set", "None is needed: it is not trained on")
+                )
+                continue
+            writer = writers["heldout" if heldout else "train"]
             for sample in samples:
                 writer.add(sample)
                 reach_max_length += len(sample.tokens) == config.data.max_length
             progress(rejected.seen, 0, "conversations")
         progress(rejected.seen, rejected.seen, "conversations")  # how many there are is known at the end only
         rejected.check(config.data.max_rejected_fraction)
+        if config.data.evaluation_overlap == "refuse":
+            refuse_overlap(overlapping)
         for side, writer in writers.items():
             if writer.rows == 0:
                 raise _empty_side(side, rejected.seen, config.data.heldout_fraction)
     counts = {"conversations": rejected.seen, "rejected": rejected.count, "reach_max_length": reach_max_length}
     for side, writer in writers.items():
         counts |= {side: writer.rows, f"{side}_tokens": writer.tokens, f"{side}_supervised": writer.supervised}
+    if kept_out is not None:
+        counts["in_evaluation_sets"] = len(overlapping)
     digests = {f"{side}_digest": writer.digest for side, writer in writers.items()}
     card = {"digest": digest_of(digests), **digests, "tokenizer_digest": tokenizer_digest, "template_digest": template_digest}
     write_json_atomic(out_folder / "card.json", {**card, "template_arguments": config.data.template_arguments, "counts": counts})

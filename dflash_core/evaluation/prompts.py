@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import EvaluationSet, FilterConfig, GenerationConfig, PipelineConfig, PromptSource, digest_of
-from dflash_core.data import Conversation, Message, RejectLog, SampleTable, read_prompts, render_prompt
+from dflash_core.config import EvaluationSet, GenerationConfig, PipelineConfig, digest_of
+from dflash_core.data import Conversation, Message, SampleTable, render_prompt
 from dflash_core.data.cache import Journal
 from dflash_core.data.driver import Driver, rounds_of
+from dflash_core.data.sets import read_set
 from dflash_core.errors import DataError, Problem
 from dflash_core.stages import Progress, file_sha256, no_progress, stage_lock, write_json_atomic
 from dflash_core.target import TargetInfo, TargetModel
@@ -114,25 +115,6 @@ def _made(
     if not fitting:
         raise _error(chosen, f"none of its {len(prompts)} prompts is shorter than the target's {positions} positions", "Give shorter prompts")
     return fitting
-
-
-def read_set(config: PipelineConfig, chosen: EvaluationSet, rejected_path: Path) -> list[Conversation]:
-    """The conversations of a set, as ``data`` would have them said to the target; nothing but ``data.filters.redact`` is applied.
-
-    Raises:
-        DataError: it cannot be had, or a larger share of its rows than ``data.max_rejected_fraction`` is unusable.
-    """
-    source = PromptSource(**chosen.model_dump(exclude={"name"}))
-    data = config.data.model_copy(update={"sources": (source,), "filters": FilterConfig(redact=config.data.filters.redact)})
-    try:
-        with RejectLog(rejected_path) as rejected:
-            conversations = list(read_prompts(data, rejected))
-            rejected.check(data.max_rejected_fraction)
-    except DataError as error:
-        field = f"evaluation.sets ({chosen.name})"
-        problems = [Problem(field if item.path == "data.sources" else item.path, item.value, item.message, item.remedy) for item in error.problems]
-        raise DataError(f"evaluation set {chosen.name}", problems) from error
-    return conversations
 
 
 def _without_last_round(conversation: Conversation) -> Conversation:

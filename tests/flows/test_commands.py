@@ -149,6 +149,13 @@ def test_compare_takes_evaluations_that_are_there_and_refuses_those_of_other_pro
     assert "holds no evaluation" in errors
 
 
+def test_evaluate_takes_a_set_that_is_named_after_training(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "Go on"}) + "\n")
+    status, output, _ = dflashctl("evaluate", str(config), "--set", f"evaluation.sets=[{{name: chats, source: {tmp_path}/chats.jsonl}}]")
+    assert status == 0
+    assert "\n overall " in output
+
+
 def test_evaluate_before_training_says_what_to_run(config: Path) -> None:
     status, _, errors = dflashctl("evaluate", str(config), "--set", "run.seed=9")
     assert status == 1
