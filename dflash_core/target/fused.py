@@ -8,12 +8,14 @@ A norm or an MLP is only replaced if the fused one gives what it gives, on rando
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
+
+from dflash_core.target.attention import Documents, packed_attention
 
 
 class FusedRMSNorm(nn.Module):
@@ -44,12 +46,55 @@ class FusedGatedMLP(nn.Module):
         return self.down_proj(silu_product_triton(self.gate_proj(x), self.up_proj(x)))
 
 
+class FusedAttention(nn.Module):
+    """Packed attention with norms and rotary positions of queries and keys in one kernel each, and the linear layers of ``attention``.
+
+    ``options`` are what ``attention`` itself tells its attention function: scale, window, cap and sinks.
+    """
+
+    def __init__(self, attention: Any, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.head_dim, self.options = attention.head_dim, options
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], documents: Documents, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        cos_TD, sin_TD = (angles[0].contiguous() for angles in position_embeddings)
+        q_TND, k_TND, v_TND = (
+            projection(hidden_states)[0].unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        self._turn(q_TND, cos_TD, sin_TD, self.q_norm)
+        self._turn(k_TND, cos_TD, sin_TD, self.k_norm)
+        q, k, v = (x_TND.transpose(0, 1)[None] for x_TND in (q_TND, k_TND, v_TND))
+        output, _ = packed_attention(self, q, k, v, None, documents=documents, **self.options)
+        return self.o_proj(output.flatten(2)), None
+
+    @staticmethod
+    def _turn(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, norm: FusedRMSNorm | None) -> None:
+        from dflash_core.target.fused_kernel import norm_rope_triton_
+
+        if norm is None:
+            norm_rope_triton_(x_TND, cos_TD, sin_TD, None)
+        else:
+            norm_rope_triton_(x_TND, cos_TD, sin_TD, norm.weight, norm.eps, offset=norm.offset, round_first=norm.round_first)
+
+
 def fused(module: nn.Module) -> nn.Module | None:
     """A fused module that gives what ``module`` gives; None where there is none, or it is not on CUDA, or others have hooks on it."""
+    return fused_norm(module) or fused_mlp(module) if _fusible(module) else None
+
+
+def with_fused_attention(module: nn.Module) -> nn.Module:
+    """``module``, a copy that attends by ``packed_attention`` and whose norms are fused already, or in its place a fused one that gives the same."""
+    return fused_attention(module) or module if _fusible(module) else module
+
+
+def _fusible(module: nn.Module) -> bool:
     weight = next(module.parameters(), None)
-    if weight is None or not weight.is_cuda or find_spec("triton") is None or module._forward_hooks or module._forward_pre_hooks:
-        return None
-    return fused_norm(module) or fused_mlp(module)
+    watched = module._forward_hooks or module._forward_pre_hooks
+    return weight is not None and weight.is_cuda and find_spec("triton") is not None and not watched
 
 
 def fused_norm(module: nn.Module) -> nn.Module | None:
@@ -69,12 +114,41 @@ def fused_mlp(module: nn.Module) -> nn.Module | None:
 
 
 @torch.no_grad()
+def fused_attention(module: Any) -> nn.Module | None:
+    """As ``with_fused_attention``; None where there is nothing to fuse: other parts, other rotary positions, heads of no power of two."""
+    parts = dict(module.named_children())
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if not projections <= set(parts) <= {*projections, "q_norm", "k_norm"} or ("q_norm" in parts) != ("k_norm" in parts):
+        return None
+    size = getattr(module, "head_dim", 0)
+    if size < 16 or size & (size - 1) or not all(isinstance(parts[name], FusedRMSNorm) for name in parts.keys() - projections):
+        return None
+    weight = module.q_proj.weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+    documents = Documents.of([torch.zeros(length, dtype=torch.int32) for length in (40, 3, 21)], weight.device)
+    x = torch.randn(1, 64, module.q_proj.in_features, generator=generator, device=weight.device).to(weight.dtype)
+    angles = 7 * torch.rand(1, 64, size // 2, generator=generator, device=weight.device).repeat(1, 1, 2)
+    told: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"position_embeddings": (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)), "documents": documents}
+    try:
+        wanted, _ = module(hidden_states=x, attention_mask=None, told=told, **arguments)
+    except (RuntimeError, TypeError):  # its rotary positions are of another shape
+        return None
+    candidate = FusedAttention(module, told)
+    return candidate if _near(candidate(x, **arguments)[0], wanted) else None
+
+
+@torch.no_grad()
 def _closest(module: nn.Module, candidates: Sequence[nn.Module], width: int) -> nn.Module | None:
     """The candidate that comes nearest to ``module``, if that is as near as rounding goes."""
     weight = next(module.parameters())
     x = torch.randn(64, width, generator=torch.Generator(weight.device).manual_seed(0), device=weight.device).to(weight.dtype)
     wanted, results = module(x), [candidate(x) for candidate in candidates]
-    step = 4 * torch.finfo(wanted.dtype).eps
-    near = [found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=step, atol=step * float(wanted.abs().max())) for found in results]
+    near = [_near(found, wanted) for found in results]
     apart = [float((found.float() - wanted.float()).abs().mean()) if fits else math.inf for found, fits in zip(results, near, strict=True)]
     return candidates[apart.index(min(apart))] if any(near) else None
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    step = 4 * torch.finfo(wanted.dtype).eps
+    return found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=step, atol=step * float(wanted.abs().max()))

@@ -1,4 +1,4 @@
-"""Triton kernels for what a layer of the target does between its matrix products: RMSNorm, and the gate of its MLP.
+"""Triton kernels for what a layer of the target does between its matrix products: RMSNorm, rotary positions, and the gate of its MLP.
 
 Written out in PyTorch they move each number a dozen times, a quarter of a layer's time on a GPU. They round where Transformers rounds, so
 features are those that the target is served with. Twins: the modules of the target themselves (``fused.py``).
@@ -32,6 +32,36 @@ def _rms_norm_kernel(
     tl.store(out_ptr + place, (x * weight[None, :]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _norm_rope_kernel(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, rows, heads, eps, offset,
+    ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROUND_FIRST: tl.constexpr,
+):  # fmt: skip
+    dtype = x_ptr.dtype.element_ty
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (r < rows)[:, None]
+    c = tl.arange(0, HALF)
+    low = r[:, None] * (2 * HALF) + c[None, :]
+    angle = (r // heads)[:, None] * (2 * HALF) + c[None, :]
+    x = tl.load(x_ptr + low, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + low + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
+        x, y = x * scale, y * scale
+        if ROUND_FIRST:
+            x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+        x = (x * (tl.load(weight_ptr + c).to(tl.float32) + offset)[None, :]).to(dtype).to(tl.float32)
+        y = (y * (tl.load(weight_ptr + HALF + c).to(tl.float32) + offset)[None, :]).to(dtype).to(tl.float32)
+    cos_x = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    cos_y = tl.load(cos_ptr + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_x = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_y = tl.load(sin_ptr + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    turned_x = (x * cos_x).to(dtype).to(tl.float32) - (y * sin_x).to(dtype).to(tl.float32)
+    turned_y = (y * cos_y).to(dtype).to(tl.float32) + (x * sin_y).to(dtype).to(tl.float32)
+    tl.store(x_ptr + low, turned_x.to(dtype), mask=inside)
+    tl.store(x_ptr + low + HALF, turned_y.to(dtype), mask=inside)
+
+
 @triton.jit
 def _silu_product_kernel(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -52,6 +82,19 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, *, offset: float, rou
         x, weight, out, rows, width, eps, offset, ROWS=rows_each, WIDTH=block, ROUND_FIRST=round_first, num_warps=8
     )  # fmt: skip
     return out
+
+
+def norm_rope_triton_(
+    x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, weight: Tensor | None, eps: float = 0.0, *, offset: float = 0.0, round_first: bool = True
+) -> Tensor:
+    """Turn heads [T, N, D] by the angles of their tokens, in place, after an RMSNorm over D as ``rms_norm_triton`` does it if there is a weight."""
+    tokens, heads, size = x_TND.shape
+    rows, rows_each = tokens * heads, max(1, ELEMENTS // size)
+    _norm_rope_kernel[(-(-rows // rows_each),)](
+        x_TND, cos_TD if weight is None else weight, cos_TD, sin_TD, rows, heads, eps, offset,
+        ROWS=rows_each, HALF=size // 2, NORM=weight is not None, ROUND_FIRST=round_first, num_warps=4,
+    )  # fmt: skip
+    return x_TND
 
 
 def silu_product_triton(gate: Tensor, up: Tensor) -> Tensor:

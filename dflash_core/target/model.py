@@ -23,8 +23,9 @@ from dflash_core.config import GenerationConfig, TargetConfig
 from dflash_core.data.types import Response
 from dflash_core.errors import TargetError
 from dflash_core.stages import Progress, no_progress
+from dflash_core.target.attention import Documents
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
-from dflash_core.target.packed import Documents, PackedDecoder, can_pack
+from dflash_core.target.packed import PackedDecoder, can_pack
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
 from dflash_core.target.vocabulary import TargetVocabulary
 

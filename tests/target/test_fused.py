@@ -25,19 +25,24 @@ def test_interpreted_kernels_give_what_the_modules_of_the_target_give() -> None:
     assert finished.stdout.endswith("equal\n")
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (32, 128)])
-def test_the_norm_compiles_for_hopper_with_wide_loads(rows: int, width: int) -> None:
+@pytest.mark.parametrize("size", [4096, 128])
+def test_norms_and_turns_compile_for_hopper_with_wide_loads(size: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dflash_core.target.fused_kernel import _rms_norm_kernel
+    from dflash_core.target.fused_kernel import ELEMENTS, _norm_rope_kernel, _rms_norm_kernel
 
-    signature = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"rows": "i32", "width": "i32", "eps": "fp32", "offset": "fp32"}
-    constants = {"ROWS": rows, "WIDTH": width, "ROUND_FIRST": True}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 4)}
-    source = ASTSource(fn=_rms_norm_kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    numbers = {"rows": "i32", "width": "i32", "heads": "i32", "eps": "fp32", "offset": "fp32"}
+    shared = {"ROWS": max(1, ELEMENTS // size), "ROUND_FIRST": True}
+    kernel, own = (_rms_norm_kernel, {"WIDTH": size}) if size == 4096 else (_norm_rope_kernel, {"HALF": size // 2, "NORM": True})
+    constants = shared | own
+    signature = {name: "constexpr" if name in constants else numbers.get(name, "*bf16") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind == "*bf16"}
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs=aligned | ({(4,): [["tt.divisibility", 16]]} if size == 4096 else {})
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8 if size == 4096 else 4})
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 

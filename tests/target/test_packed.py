@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dflash_core.target import TargetModel
+from dflash_core.target.attention import Documents, packed_attention
 from dflash_core.target.packed import FAMILIES as PROVEN
-from dflash_core.target.packed import Documents, packed_attention
 from tests.target.tiny import FAMILIES, HYBRID
 
 TAPS = (0, 1, 3)
