@@ -1,13 +1,13 @@
 """Hidden states at the speed of the chip: random targets on one GPU, made there, on packed samples of the lengths of a chat mix.
 
 python -m benchmarks.extract                                   about 60 s on one GPU; writes up to 15 GB and removes them
-python -m benchmarks.extract --sections qwen3-8b --profile     what one pass is made of, too
 python -m benchmarks.extract --sections tiny --device cpu
 
 For each target, all that the product does, a synchronised disk included (``extract.tok_s.<target>``), and the same without its writers
 (``extract.tok_s.<target>.passes``), of which the share of the ceiling is stated (``extract.ceiling_share.<target>``). The names of Qwen3-8B's
 have no ``<target>``. Operations are those of the layers that run: the linear ones, and attention within each sample.
-``extract.packed_error`` compares packed features with those of padded batches by the target's own code.
+``extract.packed_error`` compares packed features with those of each sample alone by the target's own code, and ``padded`` beside it those of a
+padded batch: what bfloat16 alone makes of the order of sums.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CASES = {
         "qwen3",
         {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
          "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False, "max_position_embeddings": 40_960},
-        taps=5, batch_tokens=16_384, tokens=300_000,
+        taps=5, batch_tokens=32_768, tokens=400_000,
     ),
     "smollm2-135m": Case(
         "llama",
@@ -127,7 +127,7 @@ def measure(recorder: Recorder, name: str, case: Case, ceiling: float, options: 
     taps = default_tap_layers(info.num_layers, case.taps)
     samples: Any = RandomSamples(case.tokens, info.vocab_size)
     lengths, total = samples.lengths.tolist(), int(samples.lengths.sum())
-    config = ExtractionConfig(batch_tokens=case.batch_tokens)
+    config = ExtractionConfig(batch_tokens=case.batch_tokens, samples_per_shard=64 if case.family == "qwen3" else 256)
     card = card_of(config, info, samples, taps, "bfloat16", 1)
     run = functools.partial(target.packed_hidden_states, tap_layers=taps)
     work = [batch for shard in range(card.num_shards) for batch in batches(lengths, card.samples_of(shard), case.batch_tokens)]
@@ -154,8 +154,9 @@ def measure(recorder: Recorder, name: str, case: Case, ceiling: float, options: 
         names = ("bytes", "bytes_per_token", "shards", "waited_for_disk_s", "waited_for_target_s")
         detail = {**{key: counts[key] for key in names}, "seconds": round(seconds, 2), "gb_s": round(counts["bytes"] / seconds / 1e9, 3)}
         recorder.add(f"extract.tok_s{suffix}", total / seconds, "tok/s", 1, detail)
-    if options.profile:
-        profile(run, samples, work[0])
+    if recorder.device.type == "cuda":
+        spent = kernels(run, samples, work[0])
+        recorder.add(f"extract.kernels_ms{suffix}", spent.pop("all"), "ms", 1, spent)
 
 
 def passes(run: Any, card: ShardCard, samples: Any, work: Sequence[list[int]], slots: Sequence[Slot]) -> float:
@@ -174,14 +175,16 @@ def passes(run: Any, card: ShardCard, samples: Any, work: Sequence[list[int]], s
 
 
 def check_packed(recorder: Recorder, name: str, target: TargetModel, taps: Sequence[int], samples: Any) -> None:
-    """Relative distance of packed features from those of a padded batch; bfloat16 alone makes a percent of it."""
+    """Relative distance of packed features from those of each sample alone, by the target's own code; ``padded``: of a padded batch."""
     documents = [torch.tensor(samples.tokens(i)[:length], dtype=torch.int32) for i, length in enumerate((300, 41, 300, 7))]
-    packed = target.packed_hidden_states(documents, taps).float()
+    alone = torch.cat([target.hidden_states(ids.long()[None], None, taps)[0] for ids in documents]).float()
     ids_BT = torch.nn.utils.rnn.pad_sequence([ids.long() for ids in documents], batch_first=True)
     mask_BT = torch.arange(ids_BT.shape[1]) < torch.tensor([len(ids) for ids in documents])[:, None]
     padded_BTF = target.hidden_states(ids_BT, mask_BT, taps).float()
     padded = torch.cat([padded_BTF[row, : len(ids)] for row, ids in enumerate(documents)])
-    recorder.add(f"extract.packed_error{suffix_of(name)}", float((packed - padded).norm() / padded.norm()), "relative", 1)
+    packed = target.packed_hidden_states(documents, taps).float()
+    noise = float((padded - alone).norm() / alone.norm())
+    recorder.add(f"extract.packed_error{suffix_of(name)}", float((packed - alone).norm() / alone.norm()), "relative", 1, {"padded": round(noise, 5)})
 
 
 def sustained(device: torch.device, size: int = 8192, repeats: int = 1400) -> float:
@@ -192,18 +195,16 @@ def sustained(device: torch.device, size: int = 8192, repeats: int = 1400) -> fl
     return 2 * size**3 * len(milliseconds) / sum(milliseconds) / 1e9
 
 
-def profile(run: Any, samples: Any, batch: list[int]) -> None:
-    """Print where the device's time of one pass goes."""
+def kernels(run: Any, samples: Any, batch: list[int]) -> dict[str, float]:
+    """Milliseconds of the kernels that take most of the device's time in one pass, by the beginning of their names."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with torch_profile(activities=activities) as profiler:
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run([torch.tensor(samples.tokens(i), dtype=torch.int32) for i in batch])
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    print(profiler.key_averages().table(sort_by=key, row_limit=22, max_name_column_width=70), flush=True)
+        torch.cuda.synchronize()
+    spent = sorted(((item.self_device_time_total / 1e3, item.key) for item in profiler.key_averages()), reverse=True)
+    return {"all": round(sum(ms for ms, _ in spent), 2), **{name[:60]: round(ms, 2) for ms, name in spent[:16]}}
 
 
 def show(done: int, total: int, unit: str) -> None:
@@ -221,7 +222,6 @@ def main(words: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "", CASES)
     parser.set_defaults(sections=["qwen3-8b", "smollm2-135m"])
     parser.add_argument("--folder", type=Path, help="where shards are written; default: the system's folder for temporary files")
-    parser.add_argument("--profile", action="store_true", help="print what one pass is made of")
     options = parser.parse_args(words)
     recorder = recorder_for(options)
     ceiling = matmul_ceiling(recorder, 8192 if recorder.device.type == "cuda" else 256)

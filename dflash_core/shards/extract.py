@@ -238,8 +238,7 @@ class _Extraction:
                     slot.fill(stored_columns(self._card, features_TF, sum(map(len, tokens))))
                     clock.end(features_TF.device)
                     writers.submit(self._write, shard, batch, slot, slots)
-            slots.wait_until_free()
-            clock.settle()
+            clock.finish(slots.wait_until_free)
         except BaseException as error:
             self._fail(error)
 

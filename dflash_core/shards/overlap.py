@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -113,6 +113,15 @@ class PassClock:
         """All of the pass has been queued on the device."""
         self._device = device
         self._end = self._now()
+
+    def finish(self, wait_until_written: Callable[[], None]) -> None:
+        """After the last pass: what is still being written when the device has ended is waited for, too."""
+        if isinstance(self._end, torch.cuda.Event):
+            self._end.synchronize()
+        began = time.monotonic()
+        wait_until_written()
+        self.waited_s += time.monotonic() - began
+        self.settle(ended=True)
 
     def settle(self, *, ended: bool = True) -> None:
         """Add up the gaps that are over; ``ended``: the device has done all its work, so that all of them are."""

@@ -68,7 +68,7 @@ class FusedAttention(nn.Module):
         self._turn(q_TND, cos_TD, sin_TD, self.q_norm)
         self._turn(k_TND, cos_TD, sin_TD, self.k_norm)
         q, k, v = (x_TND.transpose(0, 1)[None] for x_TND in (q_TND, k_TND, v_TND))
-        output, _ = packed_attention(self, q, k, v, None, documents=documents, **self.options)
+        output = packed_attention(self, q, k, v, None, documents=documents, **self.options)[0]
         return self.o_proj(output.flatten(2)), None
 
     @staticmethod
