@@ -35,7 +35,7 @@ from dflash_core.shards.reader import ShardSample
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training import DrafterTrainer, GradientSync, TrainingResult, TrainingSession, TrainingState, WarmUpReport, read_metrics
 from dflash_core.training.meeting import Meeting
-from dflash_core.training.session import config_settings, warm_up_source
+from dflash_core.training.session import config_settings, rehearse, warm_up_source
 
 SEED = 0
 
@@ -144,6 +144,9 @@ class TrainingRun:
         """Let all replicas launch their steps kernel by kernel from now on. They were captured in warm-up, as they are in the product."""
         for replica in self.session.replicas:
             replica._graphs = None
+        gc.collect()
+        torch.cuda.empty_cache()  # the graphs' own memory, which steps outside of them cannot use
+        rehearse(self.session.replicas, self.session.syncs)  # what comparing needs is there again before the first step, as after warm-up
 
     def make_equal(self) -> None:
         """Give all replicas the weights of the first, and no moments."""
@@ -154,6 +157,8 @@ class TrainingRun:
                 replica.load(weights)
             if replica.device.type == "cuda":
                 torch.cuda.synchronize(replica.device)
+        del weights
+        torch.cuda.empty_cache()
 
     def batch(self, number: int) -> Batch:
         """The ``number``-th batch of the source, on the CPU."""

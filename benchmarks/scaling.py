@@ -65,7 +65,7 @@ def measure_scaling(recorder: Recorder, shapes: list[Shape], devices: list[str],
 def _start(recorder: Recorder, shape: Shape, devices: list[str], steps: int, sync: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.scaling", "--shape", shape.name, "--devices", ",".join(devices), "--steps", str(steps)]
     command += ["--sync", sync]
-    command += ["--results", str(recorder.path), "--commit", recorder.commit, *(["--dirty"] if recorder.dirty else [])]
+    command += ["--results", str(recorder.path.resolve()), "--commit", recorder.commit, *(["--dirty"] if recorder.dirty else [])]
     root = Path(__file__).resolve().parents[1]
     return subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -78,10 +78,10 @@ def measure(recorder: Recorder, shape: Shape, devices: list[str], steps: int, sy
         if sys.stdin.readline() != _GO:
             raise SystemExit("whoever started this process has ended")
         for variant in (".graphs", "") if devices[0] != "cpu" else ("",):
-            if not variant:
-                run.drop_graphs()
             if sync == "all_reduce":
                 run.make_equal()
+            if not variant:
+                run.drop_graphs()
             watching = bool(steps) and not variant
             together = _rate(run, len(devices), steps if watching else None)
             checksums = [replica.checksums().tolist() for replica in run.session.replicas]
