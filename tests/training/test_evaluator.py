@@ -222,3 +222,29 @@ def test_a_snapshot_for_another_precision_is_a_copy_in_it(tmp_path: Path) -> Non
     snapshot.arrive()
     found = snapshot.drafter.state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("where", ["cuda:0", "cpu", "cuda:1"])
+def test_beside_a_replica_on_a_gpu_the_weights_are_of_one_step_too_wherever_they_are_judged(tmp_path: Path, where: str) -> None:
+    if int(where.partition(":")[2] or 0) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    judge = Judge()
+    judge.device, judge.dtype = torch.device(where), torch.bfloat16
+    given = config(
+        devices=["cuda:0"],
+        precision="bfloat16",
+        max_steps=12,
+        checkpoint_every=1,
+        keep_checkpoints=20,
+        evaluation={"every_steps": 3, "device": where},
+    )
+    assert evaluated(judge, tmp_path, given).finished
+    steps = list(evaluations(tmp_path))
+    assert steps[-1] == 12
+    for (before, after), step in zip(judge.seen[1:], steps[1:], strict=True):
+        masters = load_file(tmp_path / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+        for name, weight in masters.items():
+            assert torch.equal(before[name].cpu(), weight.bfloat16())
+            assert torch.equal(after[name], before[name])
