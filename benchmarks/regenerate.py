@@ -9,8 +9,10 @@ regenerate.tok_s           tokens of greedy answers per second of wall time, eve
                            of rows that were in use, and the share of answers that ended by themselves
 regenerate.step.<how>      ms of one step of all rows: greedy, sampled, sampled from a nucleus
 regenerate.prefill         prompt tokens per second
-regenerate.agreement       share of 32 answers that are the same, token for token, from the growing cache without graphs (in bf16 ties differ);
-                           its detail has the share that is the same when other prompts come with them
+regenerate.agreement       share of the tokens of 32 greedy answers that one pass of the model over the whole text, without graphs and static caches,
+                           finds likeliest too; its detail has by how much it prefers another where not (logits of bf16 between 16 and 32 are
+                           1/8 apart, so that ties are common), the share of answers that are the same, token for token, from the growing
+                           cache, and the share that is the same when other prompts come with them
 regenerate.kernels         ms of a greedy step by kernel, the ten largest, as the profiler sees them
 """
 
@@ -76,7 +78,7 @@ def whole(recorder: Recorder, target: TargetModel, prompts: Sequence[list[int]],
 def parts(recorder: Recorder, target: TargetModel, prompts: Sequence[list[int]], settings: GenerationConfig) -> None:
     """regenerate.step.*, .prefill and .kernels: all rows at their prompts' ends and 64 tokens on."""
     rows = settings.batch_size
-    chosen = list(itertools.islice(itertools.cycle(prompts), rows))
+    chosen = sorted(itertools.islice(itertools.cycle(prompts), rows), key=len)  # as they are admitted
     for how, changes in HOW.items():
         batch = Batch(target, rows, max(map(len, chosen)), settings.model_copy(update=changes), frozenset())
         size = batch.most_admitted
@@ -120,14 +122,28 @@ def agreement(recorder: Recorder, target: TargetModel, prompts: Sequence[list[in
     others = dict(target.answers([*reversed(chosen), *prompts[32:96]], settings))
     alone = sum(others[len(chosen) - 1 - index] == answers[index] for index in range(len(chosen))) / len(chosen)
     wanted = growing(target, chosen, settings.max_new_tokens)
-    same, agreeing, tokens = 0, 0, 0
-    for index, want in enumerate(wanted):
-        got = answers[index].tokens
-        equal = next((place for place, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
-        same += equal == len(got)
-        agreeing, tokens = agreeing + equal, tokens + len(got)
-    detail = {"tokens_before_first_difference": round(agreeing / tokens, 4), "same_in_other_company": alone}
-    recorder.add("regenerate.agreement", same / len(chosen), "share", len(chosen), detail)
+    same = sum(list(answers[index].tokens) == want[: len(answers[index].tokens)] for index, want in enumerate(wanted)) / len(chosen)
+    gaps = preferred(target, chosen, [answers[index].tokens for index in range(len(chosen))])
+    other = [gap for gap in gaps if gap > 0]
+    detail = {
+        "tokens": len(gaps),
+        "largest_gap": round(max(other, default=0.0), 4),
+        "mean_gap": round(sum(other) / max(1, len(other)), 4),
+        "same_from_growing_cache": same,
+        "same_in_other_company": alone,
+    }
+    recorder.add("regenerate.agreement", 1 - len(other) / len(gaps), "share", len(chosen), detail)
+
+
+@torch.no_grad()
+def preferred(target: TargetModel, prompts: Sequence[list[int]], answers: Sequence[Sequence[int]]) -> list[float]:
+    """Of each token of the answers: by how much one pass over the text gives another one a higher logit; 0 for the likeliest."""
+    gaps: list[float] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer]], device=target.device)
+        logits = target.forward(ids, target.new_cache()).logits[0, len(prompt) - 1 : -1].float()
+        gaps += (logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]).tolist()
+    return gaps
 
 
 @torch.no_grad()
