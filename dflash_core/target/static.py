@@ -34,6 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_core.errors import TargetError
+from dflash_core.target.fused import fused
 from dflash_core.target.model import TargetModel, TargetOutput
 from dflash_core.target.static_attention import attend, attend_plain, store
 
@@ -251,7 +252,7 @@ class StaticTarget:
 
 
 def _own_decoder(target: TargetModel) -> Any:
-    """A copy of the decoder with the same weights and a configuration of its own, which names our attention."""
+    """A copy of the decoder with the same weights and a configuration of its own, which names our attention; norms and gates fused on CUDA."""
     decoder: Any = target.decoder
     kinds = set(getattr(decoder.config, "layer_types", None) or ())
     if kinds - _DECODABLE:
@@ -263,6 +264,10 @@ def _own_decoder(target: TargetModel) -> Any:
         raise _refused(target, "its layers are spread over several devices")
     own = copy.deepcopy(decoder, {id(tensor): tensor for tensor in tensors})
     own.config._attn_implementation = ATTENTION
+    for module in list(own.modules()):
+        for name, child in module.named_children():
+            if (fast := fused(child)) is not None:
+                module._modules[name] = fast
     return own
 
 
