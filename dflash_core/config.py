@@ -168,6 +168,11 @@ class ExtractionConfig(Section):
     devices: Annotated[tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...], Field(strict=False)] | None = Field(
         None, min_length=1, description="One copy of the target and one thread per entry: cpu or cuda:N. Default: target.device. Changes no result."
     )
+    store: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9+]+://.+[^/]$",
+        description="Where machines share finished shards, such as s3://bucket/shards: taken from there if it has them, put there if not.",
+    )
     feature_dtype: Literal["bfloat16", "float32", "fp8"] = Field(
         "bfloat16", description="Precision of the stored features. fp8: half the disk of bfloat16, with a scale for each token and layer."
     )

@@ -32,7 +32,9 @@ from dflash_core.errors import ConfigError, Problem
 from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, HeldoutJudge, evaluate_drafter, heldout_prompts, set_prompts, sets_table
 from dflash_core.feed import LiveSamples, pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
-from dflash_core.shards import ShardDataset, expected_of, extract
+from dflash_core.shards import ShardCard, ShardDataset, expected_of, extract
+from dflash_core.shards.extract import counts_of
+from dflash_core.shards.store import holds, pull, push
 from dflash_core.stages import (
     Manifest,
     MetricSink,
@@ -262,11 +264,16 @@ def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: Metri
 
 
 def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
-    target, taps = plan.config.target, plan.tap_layers
+    target, taps, store = plan.config.target, plan.tap_layers, plan.config.extraction.store
     planned_steps(plan)
+    address = f"{store}/{folder.name}" if store else None
+    if address and holds(address):
+        pull(address, folder, progress)
+        ShardCard.read(folder).require(expected_of(plan.info, taps), folder)
+        return counts_of(folder)
     last_hidden = plan.config.extraction.teacher == "last_hidden"
     models = plan.target_models(target.dtype, plan.config.extraction.devices or (target.device,))
-    return extract(
+    counts = extract(
         plan.config.extraction,
         plan.info,
         [functools.partial(model.packed_hidden_states, tap_layers=taps, last_hidden=last_hidden) for model in models],
@@ -277,6 +284,9 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
         code_version=CODE_VERSIONS["shards"],
         progress=progress,
     )
+    if address:
+        push(folder, address, progress)
+    return counts
 
 
 def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:

@@ -249,12 +249,12 @@ class Plan:
         return digest_of(["samples", CODE_VERSIONS["samples"], self._samples_of_no_set()]) if unchanged else key
 
     def _shards_depends_on(self) -> dict[str, Any]:
-        extraction = self.config.extraction  # which devices made a shard does not change it
+        extraction = self.config.extraction  # which devices make shards, and where they are shared, does not change them
         return {
             "samples": self._content_of_samples(),
             "taps": list(self.tap_layers),
             "dtype": self.config.target.dtype,
-            "extraction": extraction.model_dump(mode="json", exclude={"devices"} if extraction.teacher != "none" else {"devices", "teacher"}),
+            "extraction": extraction.model_dump(mode="json", exclude={"devices", "store", *(["teacher"] if extraction.teacher == "none" else [])}),
         }
 
     def _features_depend_on(self) -> dict[str, Any]:

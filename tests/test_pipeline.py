@@ -105,6 +105,7 @@ def test_a_second_run_finds_every_stage_and_loads_no_target(config: Path, monkey
         ("evaluation.num_prompts=2", AFTER["evaluate"]),
         ("run.name=renamed", []),
         ("extraction.devices=[cpu, cpu]", []),
+        ("extraction.store=s3://bucket/shards", []),
         ("training.log_every=3", []),
         ("training.queue_rows=4", []),
         ("training.max_nonfinite_steps=5", []),
@@ -300,6 +301,20 @@ def test_who_shares_the_extraction_helps_the_process_that_holds_it_and_takes_its
             assert plan.stage("shards").manifest is None
             assert not helping.done()
         assert helping.result(60).manifest == plan.stage("shards").manifest
+
+
+def test_a_store_gives_the_shards_that_another_workspace_has_put_there(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = f"extraction.store=file://{tmp_path}/store"
+    plans = [plan_of(config, f"run.workspace={tmp_path / name}", store) for name in ("one", "other")]
+    for name in ("target", "responses", "samples"):
+        run_stage(plans[0], name)
+        run_stage(plans[1], name)
+    made = run_stage(plans[0], "shards")
+    monkeypatch.setattr(TargetModel, "packed_hidden_states", None)
+    found = run_stage(plans[1], "shards")
+    assert found.manifest.counts["digest"] == made.manifest.counts["digest"]
+    assert found.manifest.files == made.manifest.files
+    assert found.folder != made.folder
 
 
 def test_what_was_begun_is_said_to_be_resumed(config: Path, tmp_path: Path) -> None:

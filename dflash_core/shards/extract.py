@@ -21,7 +21,7 @@ import torch
 
 from dflash_core.config import ExtractionConfig
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import DTYPES, INDEX, Column, ShardCard, shard_name
+from dflash_core.shards.format import DTYPES, INDEX, Column, ShardCard, read_index, shard_name
 from dflash_core.shards.fp8 import SCALES, to_fp8
 from dflash_core.shards.overlap import WRITERS, BusyClock, PassClock, Slot, Slots
 from dflash_core.shards.writer import ShardWriter
@@ -71,16 +71,21 @@ def extract(
     with ShardWriter(folder, card) as writer:
         run = _Extraction(config, card, writer, samples, progress)
         run.work(targets)
-        index = writer.finalize()
+        writer.finalize()
+    return {**counts_of(folder), **run.speed()}
+
+
+def counts_of(folder: Path) -> dict[str, Any]:
+    """What ``extract`` returns of a finished dataset, but for its speed."""
+    card, index = ShardCard.read(folder), read_index(folder / INDEX)
     return {
         "samples": card.num_samples,
-        "tokens": run.total,
+        "tokens": pc.sum(index["tokens"]).as_py(),
         "supervised_tokens": pc.sum(index["supervised"]).as_py(),
         "shards": card.num_shards,
         "bytes": sum((folder / shard_name(shard)).stat().st_size for shard in range(card.num_shards)),
         "bytes_per_token": sum(column.token_bytes for column in card.columns),
         "digest": file_sha256(folder / INDEX),
-        **run.speed(),
     }
 
 

@@ -1,0 +1,122 @@
+"""Finished datasets of hidden states in a store that machines share: any address that fsspec knows, such as ``s3://bucket/shards``.
+
+    push(folder, "s3://bucket/shards/one")        # what is there already is not sent again
+    pull("s3://bucket/shards/one", elsewhere)     # likewise; each sample is checked when it is first read
+
+The files are those of the folder. ``index.arrow`` goes last either way: where it is, the dataset is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from pydantic import ValidationError
+
+from dflash_core.errors import ShardError
+from dflash_core.shards.format import CARD, INDEX, ShardCard, index_part, shard_name
+from dflash_core.stages import Progress, atomic_write, no_progress
+
+_AT_ONCE = 8  # files on their way together: a single connection to an object store does not fill a network
+
+
+def holds(address: str) -> bool:
+    """Whether a finished dataset is there. Raises ``ShardError`` if the store cannot be reached."""
+    with _clear_errors(address):
+        files, path = _store(address)
+        return bool(files.exists(f"{path}/{INDEX}"))
+
+
+def push(folder: Path, address: str, progress: Progress = no_progress) -> None:
+    """Copy a finished dataset to a store.
+
+    Raises:
+        ShardError: the store cannot be reached or refuses; what has arrived stays, and the next push goes on from there.
+    """
+    names = _names(ShardCard.read(folder))
+    with _clear_errors(address):
+        files, path = _store(address)
+        files.makedirs(f"{path}/{Path(names[-1]).parent}", exist_ok=True)
+        there = _sizes(files, path)
+
+        def send(name: str) -> None:
+            if there.get(name) != (folder / name).stat().st_size:
+                files.put_file(str(folder / name), f"{path}/{name}")
+
+        _each(send, names, progress)
+        for name in (CARD, INDEX):
+            files.put_file(str(folder / name), f"{path}/{name}")
+        files.invalidate_cache()
+
+
+def pull(address: str, folder: Path, progress: Progress = no_progress) -> None:
+    """Copy a finished dataset from a store. Files that are there, of the right size, stay.
+
+    Raises:
+        ShardError: there is none, or the store cannot be reached; what has arrived stays.
+    """
+    with _clear_errors(address):
+        files, path = _store(address)
+        there = _sizes(files, path)
+        if INDEX not in there:
+            raise ShardError(f"{address} holds no finished dataset of hidden states: it has no {INDEX}. Push one, or correct the address.")
+        try:
+            card = ShardCard.model_validate_json(files.cat_file(f"{path}/{CARD}"))
+        except ValidationError as error:
+            raise ShardError(f"{address}/{CARD} is of another format or damaged: {error}. Push the dataset again.") from error
+
+        def fetch(name: str) -> None:
+            here = folder / name
+            if not here.is_file() or here.stat().st_size != there.get(name):
+                with atomic_write(here) as temporary:
+                    files.get_file(f"{path}/{name}", str(temporary))
+
+        _each(fetch, _names(card), progress)
+        for name in (CARD, INDEX):
+            fetch(name)
+
+
+def _names(card: ShardCard) -> list[str]:
+    """Files of a dataset within its folder, but for card and index."""
+    shards = range(card.num_shards)
+    return [shard_name(shard) for shard in shards] + [index_part(Path(), shard).as_posix() for shard in shards]
+
+
+def _each(work: Callable[[str], None], names: Sequence[str], progress: Progress) -> None:
+    with ThreadPoolExecutor(_AT_ONCE, "store") as threads:
+        futures = [threads.submit(work, name) for name in names]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(done, len(names), "files")
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _store(address: str) -> tuple[Any, str]:
+    files, path = fsspec.core.url_to_fs(address)
+    return files, str(path).rstrip("/")
+
+
+def _sizes(files: Any, path: str) -> dict[str, int]:
+    files.invalidate_cache()  # others write there
+    found = files.find(path, detail=True) if files.exists(path) else {}
+    return {name.removeprefix(f"{path}/"): item["size"] for name, item in found.items()}
+
+
+@contextlib.contextmanager
+def _clear_errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except ShardError:
+        raise
+    except ImportError as error:
+        raise ShardError(f"{address}: {error}. For Amazon's and compatible stores: pip install 'dflash-pipeline[s3]'.") from error
+    except Exception as error:  # every kind of store has errors of its own
+        message = f"{type(error).__name__}: {error}"
+        raise ShardError(f"{address} cannot be used: {message}. Check address, credentials and network, and start again.") from error

@@ -1,0 +1,120 @@
+"""Finished datasets in a store: a real S3 server on the loopback, and addresses that anybody has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from dflash_core.errors import ShardError
+from dflash_core.shards import ShardDataset, store, verify_shards
+from dflash_core.shards.store import holds, pull, push
+from tests.shards.fakes import FakeSamples, contents, run
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The address of an empty bucket."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    import boto3
+
+    with pytest.MonkeyPatch.context() as patch:
+        server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        boto3.client("s3").create_bucket(Bucket="shards")
+        yield "s3://shards"
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dataset")
+    run(folder, FakeSamples(22))
+    return folder
+
+
+@pytest.fixture(params=["s3", "file", "memory"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    return f"file://{tmp_path}/store" if request.param == "file" else f"memory://{tmp_path.name}"
+
+
+def test_what_is_pulled_is_what_was_pushed(whole: Path, address: str, tmp_path: Path) -> None:
+    assert not holds(address)
+    push(whole, address)
+    assert holds(address)
+    seen: list[tuple[int, int]] = []
+    pull(address, tmp_path / "pulled", lambda done, total, unit: seen.append((done, total)))
+    assert contents(tmp_path / "pulled") == contents(whole)
+    assert verify_shards(tmp_path / "pulled") == []
+    assert seen[-1] == (12, 12)
+
+
+def test_a_push_that_was_cut_short_is_no_dataset_and_goes_on_where_it_ended(
+    whole: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, _ = fsspec.core.url_to_fs(address)  # the one that everybody gets
+    original, sent = files.put_file, []
+
+    def cut_short(local: str, remote: str) -> None:
+        if len(sent) == 5:
+            raise ConnectionError("the cable was pulled")
+        sent.append(remote)
+        original(local, remote)
+
+    monkeypatch.setattr(store, "_AT_ONCE", 1)
+    monkeypatch.setattr(files, "put_file", cut_short)
+    with pytest.raises(ShardError, match=r"cannot be used: ConnectionError: the cable was pulled.*start again"):
+        push(whole, address)
+    assert not holds(address)
+    with pytest.raises(ShardError, match="holds no finished dataset"):
+        pull(address, tmp_path / "pulled")
+    first = set(sent)
+    sent.clear()
+    monkeypatch.setattr(files, "put_file", lambda local, remote: (sent.append(remote), original(local, remote))[1])
+    push(whole, address)
+    assert len(first) == 5
+    assert not first & set(sent)
+    pull(address, tmp_path / "pulled")
+    assert contents(tmp_path / "pulled") == contents(whole)
+
+
+def test_a_pull_leaves_what_is_there_and_fetches_what_is_missing_or_truncated(whole: Path, tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/store"
+    push(whole, address)
+    pull(address, tmp_path / "pulled")
+    kept = tmp_path / "pulled" / "shard-00002.safetensors"
+    before = kept.stat().st_mtime_ns
+    (tmp_path / "pulled" / "shard-00001.safetensors").unlink()
+    (tmp_path / "pulled" / "shard-00003.safetensors").write_bytes(b"short")
+    pull(address, tmp_path / "pulled")
+    assert contents(tmp_path / "pulled") == contents(whole)
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_a_bit_that_flipped_in_the_store_is_found_when_the_sample_is_read(whole: Path, tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/store"
+    push(whole, address)
+    path = tmp_path / "store" / "shard-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    pull(address, tmp_path / "pulled")
+    dataset = ShardDataset(tmp_path / "pulled")
+    dataset.sample(0)
+    with pytest.raises(ShardError, match=r"shard-00001\.safetensors: sample 'sample-007' is damaged"):
+        dataset.sample(7)
+
+
+def test_a_store_that_nobody_knows_is_named() -> None:
+    with pytest.raises(ShardError, match=r"nowhere://x cannot be used.*Check address"):
+        holds("nowhere://x")
