@@ -1,15 +1,23 @@
 """Draft–verify decoding that keeps the target's output, its baseline that drafts nothing, and the statistics of acceptance."""
 
-from dflash_core.decoding.generate import Generation, Proposer, autoregressive_generate, speculative_generate
+from dflash_core.decoding.decoder import Decoder, Generation
+from dflash_core.decoding.drafting import BlockDrafter, Proposer
+from dflash_core.decoding.generate import autoregressive_generate, open_decoder, speculative_generate
+from dflash_core.decoding.sampling import GREEDY, Sampling
 from dflash_core.decoding.statistics import Acceptance, acceptance_length, full_rounds, measure_acceptance
 
 __all__ = [
+    "GREEDY",
     "Acceptance",
+    "BlockDrafter",
+    "Decoder",
     "Generation",
     "Proposer",
+    "Sampling",
     "acceptance_length",
     "autoregressive_generate",
     "full_rounds",
     "measure_acceptance",
+    "open_decoder",
     "speculative_generate",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_core.decoding.generate import Generation
+from dflash_core.decoding.decoder import Generation
 
 
 @dataclass(frozen=True)

@@ -1,67 +1,59 @@
-"""The drafter's memory while decoding: keys and values of the committed context, layer by layer.
+"""The drafter's memory while decoding: keys and values of the committed context, layer by layer, in buffers that never move.
 
-It only ever grows: what the target has rejected never enters it, so there is nothing to crop.
+Each row of a batch has its own length. What is written behind it (candidates that the target then rejects, the block that is being drafted) is
+never seen as context and is written over later, so that nothing is ever copied, cropped or known to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dflash_core.drafter.config import DFlashConfig
 
+ALIGNMENT = 16  # positions; masks of a width that is no multiple of 8 are copied by CUDA's attention
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of the buffers that a block looks at: their first ``end`` positions, less what a mask (0 or -inf) hides where rows differ."""
+
+    end: int
+    mask_R11X: Tensor | None
+
 
 class DrafterCache:
-    """Keys and values [B, G, capacity, D] per layer, of which the first ``length`` positions are context.
+    """Keys and values [R, G, X, D] per layer, X at least ``capacity`` positions."""
 
-    The room behind the context is scratch for the block that is being drafted, so that a draft copies nothing.
-    """
+    def __init__(self, config: DFlashConfig, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.capacity = -(-capacity // ALIGNMENT) * ALIGNMENT
+        shape = (rows, config.num_kv_heads, self.capacity, config.head_dim)
+        # Zeros, not whatever was there: a weight of zero times not-a-number would still be not-a-number.
+        pairs = torch.zeros(config.num_layers, 2, *shape, dtype=dtype, device=device)
+        self._buffers = [(pair[0], pair[1]) for pair in pairs]
+        self._rows_R1 = torch.arange(rows, device=device)[:, None]
+        self._places_X = torch.arange(self.capacity, device=device)
 
-    def __init__(self, config: DFlashConfig, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.length = 0
-        self._block_size = config.block_size
-        shape = (batch_size, config.num_kv_heads, max(capacity, 1) + config.block_size, config.head_dim)
-        self._buffers = [_empty_pair(shape, dtype, device) for _ in range(config.num_layers)]
+    def write(self, layer: int, k_RTGD: Tensor, v_RTGD: Tensor, positions_RT: Tensor) -> None:
+        """Put keys and values of some positions to their places."""
+        for buffer, new in zip(self._buffers[layer], (k_RTGD, v_RTGD), strict=True):
+            buffer[self._rows_R1, :, positions_RT] = new
 
-    def append(self, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add newly committed positions, as ``DFlashDrafter.context_keys_values`` returns them."""
-        count = keys_values[0][0].shape[2]
-        self._reserve(self.length + count + self._block_size)
-        for i, pair in enumerate(keys_values):
-            self._write(i, pair)
-        self.length += count
+    def window(self, length_R: Tensor) -> Window:
+        """What rows of these lengths see. On a CPU it ends where the longest row does; elsewhere its shape depends on nothing."""
+        if length_R.device.type != "cpu":
+            return Window(self.capacity, self._mask(length_R, self.capacity))
+        end = int(length_R.max())
+        return Window(end, None if int(length_R.min()) == end else self._mask(length_R, end))
 
-    def joined(self, layer: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """A function that puts the context of a layer before the keys and values of a block: two of [B, G, length + S, D]."""
+    def seen(self, layer: int, window: Window) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer within the window: two of [R, G, end, D]."""
+        keys, values = self._buffers[layer]
+        return keys[:, :, : window.end], values[:, :, : window.end]
 
-        def join(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            end = self.length + k.shape[2]
-            self._reserve(end)
-            self._write(layer, (k, v))
-            keys, values = self._buffers[layer]
-            return keys[:, :, :end], values[:, :, :end]
-
-        return join
-
-    def _write(self, layer: int, pair: tuple[Tensor, Tensor]) -> None:
-        for buffer, new in zip(self._buffers[layer], pair, strict=True):
-            buffer[:, :, self.length : self.length + new.shape[2]] = new
-
-    def _reserve(self, room: int) -> None:
-        have = self._buffers[0][0].shape[2]
-        if room <= have:
-            return
-        wanted = max(room, 2 * have)
-        for i, pair in enumerate(self._buffers):
-            grown = []
-            for buffer in pair:
-                larger = buffer.new_empty((*buffer.shape[:2], wanted, buffer.shape[3]))
-                larger[:, :, : self.length] = buffer[:, :, : self.length]
-                grown.append(larger)
-            self._buffers[i] = (grown[0], grown[1])
-
-
-def _empty_pair(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+    def _mask(self, length_R: Tensor, end: int) -> Tensor:
+        hidden_RX = self._places_X[:end] >= length_R[:, None]
+        mask_RX = torch.zeros(hidden_RX.shape, dtype=self._buffers[0][0].dtype, device=length_R.device).masked_fill(hidden_RX, float("-inf"))
+        return mask_RX[:, None, None]

@@ -99,10 +99,12 @@ class Attention(Products):
         out_BAQD = flex(q_BAQD, k_BGXD, v_BGXD, mask) if isinstance(mask, BlockMask) else self._dense(q_BAQD, k_BGXD, v_BGXD, mask)
         return out_BAQD.transpose(1, 2)
 
-    def draft(self, q_BSAD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor) -> Tensor:
-        """[B, S, A, D]: one block that sees all keys there are."""
-        out = functional.scaled_dot_product_attention(q_BSAD.transpose(1, 2), k_BGXD, v_BGXD, enable_gqa=self.enable_gqa)
-        return out.transpose(1, 2)
+    def draft(self, q_RSAD: Tensor, k_RGXD: Tensor, v_RGXD: Tensor, mask_R11X: Tensor | None) -> Tensor:
+        """[R, S, A, D]: a block a row, all of whose queries see the same keys. So the heads of a group count as more queries of one head."""
+        (S, A), G = q_RSAD.shape[1:3], k_RGXD.shape[1]
+        q_RGQD = q_RSAD.transpose(1, 2).unflatten(1, (G, A // G)).flatten(2, 3)
+        out_RGQD = functional.scaled_dot_product_attention(q_RGQD, k_RGXD, v_RGXD, attn_mask=mask_R11X)
+        return out_RGQD.unflatten(2, (A // G, S)).flatten(1, 2).transpose(1, 2)
 
     def _dense(self, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Tensor) -> Tensor:
         """SDPA for one group of whole blocks after the other: blocks never see each other, so a group needs the context and its own keys only.
@@ -307,30 +309,39 @@ class DFlashDrafter(nn.Module):
         """[B, T, H]: what all layers see of the target's features."""
         return self.hidden_norm(self.fc(features_BTF.to(self.fc.weight.dtype)))
 
-    def context_keys_values(self, features_BTF: Tensor, positions_BT: Tensor) -> list[KeysValues]:
-        """Keys and values of every layer for newly committed positions, to be appended to a ``DrafterCache``: two of [B, G, T, D] a layer."""
-        context_BTH = self.context(features_BTF)
-        rotation = self.rotation(positions_BT, context_BTH.dtype)
-        pairs = [layer.self_attn.keys_values(context_BTH, rotation) for layer in self._draft_layers()]
-        return [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]
+    def new_cache(self, rows: int = 1, capacity: int = 256) -> DrafterCache:
+        """A cache for drafting with room for ``capacity`` positions a row, on the device and in the dtype of the weights."""
+        return DrafterCache(self.config, rows, capacity, self.fc.weight.dtype, self.fc.weight.device)
 
-    def new_cache(self, batch_size: int = 1, capacity: int = 256) -> DrafterCache:
-        """An empty cache for drafting, on the device and in the dtype of the weights."""
-        return DrafterCache(self.config, batch_size, capacity, self.fc.weight.dtype, self.fc.weight.device)
+    @torch.no_grad()
+    def read_context(self, features_RTF: Tensor, start_R: Tensor, cache: DrafterCache) -> None:
+        """Put keys and values of the target's features of T positions of each row, from ``start_R`` (int64 [R]) on, into the cache.
 
-    def forward_cached(self, block_embeddings_BSH: Tensor, positions_BS: Tensor, cache: DrafterCache) -> Tensor:
-        """Hidden states [B, S, H] of one block that follows the cached context; leaves the cache as it was.
+        Which of these positions are context for a draft is decided by its anchor alone; those from the anchor on are written over later.
+        """
+        context_RTH = self.context(features_RTF)
+        positions_RT = start_R[:, None] + torch.arange(features_RTF.shape[1], device=start_R.device)
+        rotation = self.rotation(positions_RT, context_RTH.dtype)
+        for i, layer in enumerate(self._draft_layers()):
+            cache.write(i, *layer.self_attn.keys_values(context_RTH, rotation), positions_RT)
+
+    @torch.no_grad()
+    def draft(self, block_embeddings_RSH: Tensor, anchor_R: Tensor, cache: DrafterCache) -> Tensor:
+        """Hidden states [R, S, H] of a block a row, which follows the first ``anchor_R`` positions in the cache.
 
         Args:
-            block_embeddings_BSH: [B, S, H] the target's embeddings of [last token, mask, mask, ...]
-            positions_BS:         [B, S] int64 absolute positions
+            block_embeddings_RSH: [R, S, H] the target's embeddings of [last token, mask, mask, ...]
+            anchor_R:             int64 [R] position of the last token. The block's own keys and values are put into the cache from there on
         """
-        x_BSH = block_embeddings_BSH.to(self.fc.weight.dtype)
-        rotation = self.rotation(positions_BS, x_BSH.dtype)
+        x_RSH = block_embeddings_RSH.to(self.fc.weight.dtype)
+        S = x_RSH.shape[1]
+        positions_RS = anchor_R[:, None] + torch.arange(S, device=anchor_R.device)
+        rotation, window = self.rotation(positions_RS, x_RSH.dtype), cache.window(anchor_R + S)
         for i, layer in enumerate(self._draft_layers()):
-            q, (k, v) = layer.queries_keys_values(x_BSH, rotation)
-            x_BSH = layer.finish(x_BSH, layer.self_attn.draft(q, *cache.joined(i)(k.transpose(1, 2), v.transpose(1, 2))))
-        return self.norm(x_BSH)
+            q, block = layer.queries_keys_values(x_RSH, rotation)
+            cache.write(i, *block, positions_RS)
+            x_RSH = layer.finish(x_RSH, layer.self_attn.draft(q, *cache.seen(i, window), window.mask_R11X))
+        return self.norm(x_RSH)
 
     def _draft_layers(self) -> Iterable[DraftLayer]:
         return cast(Iterable[DraftLayer], self.layers)

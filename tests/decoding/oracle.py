@@ -10,23 +10,21 @@ from torch import Tensor
 
 
 class OracleDrafter:
-    """Stands in for a ``DFlashDrafter``; slot k at anchor a returns the target's final hidden state of position a + k - 1."""
+    """Stands in for a ``DFlashDrafter`` of one request; slot k at anchor a returns the target's final hidden state of position a + k - 1."""
 
     def __init__(self, model: Any, text: list[int], tap_layers: tuple[int, ...], block_size: int, mask_token_id: int = 259):
         self.config = SimpleNamespace(tap_layers=tap_layers, block_size=block_size, mask_token_id=mask_token_id)
         with torch.no_grad():
             self.hidden_BTH = model.base_model(torch.tensor([text])).last_hidden_state
-        self.context = 0
 
-    def new_cache(self) -> SimpleNamespace:
-        cache = SimpleNamespace(length=0)
-        cache.append = lambda count: setattr(cache, "length", cache.length + count)
-        return cache
+    def new_cache(self, rows: int, capacity: int) -> SimpleNamespace:
+        return SimpleNamespace(length=0)
 
-    def context_keys_values(self, features_BTF: Tensor, positions_BT: Tensor) -> int:
-        assert features_BTF.shape[1] == positions_BT.shape[1]
-        return int(positions_BT.shape[1])
+    def read_context(self, features_RTF: Tensor, start_R: Tensor, cache: SimpleNamespace) -> None:
+        assert int(start_R) <= cache.length or int(start_R) == 0, "no position is passed over"
+        cache.length = int(start_R) + features_RTF.shape[1]
 
-    def forward_cached(self, block_embeddings_BSH: Tensor, positions_BS: Tensor, cache: SimpleNamespace) -> Tensor:
-        assert cache.length == int(positions_BS[0, 0])
-        return self.hidden_BTH[:, (positions_BS[0] - 1).clamp(0, self.hidden_BTH.shape[1] - 1)]
+    def draft(self, block_embeddings_RSH: Tensor, anchor_R: Tensor, cache: SimpleNamespace) -> Tensor:
+        assert cache.length >= int(anchor_R)
+        places = int(anchor_R) + torch.arange(block_embeddings_RSH.shape[1])
+        return self.hidden_BTH[:, (places - 1).clamp(0, self.hidden_BTH.shape[1] - 1)]

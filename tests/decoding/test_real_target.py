@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dflash_core.config import DrafterConfig
-from dflash_core.decoding import autoregressive_generate, measure_acceptance, speculative_generate
+from dflash_core.decoding import (
+    GREEDY,
+    BlockDrafter,
+    Decoder,
+    Sampling,
+    autoregressive_generate,
+    measure_acceptance,
+    open_decoder,
+    speculative_generate,
+)
+from dflash_core.decoding.verifying import GrowingTarget
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
-from dflash_core.errors import InputError
+from dflash_core.errors import InputError, TargetError
 from dflash_core.target import TargetModel
 from tests.decoding.oracle import OracleDrafter
 from tests.target.tiny import save_tiny_target
@@ -96,30 +107,44 @@ def test_an_oracle_has_an_acceptance_length_of_the_block_size(family: str, block
     assert generation.target_passes == 1 + -(-39 // block_size)
 
 
+def test_a_batch_of_any_lengths_gives_every_request_the_text_and_rounds_it_has_alone(load: Callable[[str], TargetModel]) -> None:
+    """By a static cache, of which rows stand at places of their own, against a cache that grows with the one request."""
+    prompts = [PROMPT, [257, 9], [257, *range(30, 60)], [257, 99, 3, 3]]
+    for family in FAMILIES:
+        target = load(family)
+        for model in (None, drafter(target)):
+            for sampling in (GREEDY, Sampling(0.8, top_k=50)):
+                settings: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "stop_ids": target.info.eos_token_ids, "sampling": sampling}
+                decoder = open_decoder(target, model, rows=5, longest_prompt=31, **settings)
+                together = decoder.generate(prompts, seeds=[3, 4, 5, 6])
+                for seed, (prompt, one) in enumerate(zip(prompts, together, strict=True), start=3):
+                    alone = open_decoder(target, model, rows=1, longest_prompt=31, **settings).generate([prompt], [seed])[0]
+                    assert (one.tokens, one.accepted, one.drafted) == (alone.tokens, alone.accepted, alone.drafted), family
+
+
 def test_the_cached_draft_of_a_round_equals_a_draft_from_the_whole_context(load: Callable[[str], TargetModel]) -> None:
     """What the drafter proposes after many rounds is what it would propose after one prefill of the same text."""
-    from dflash_core.decoding.drafting import BlockDrafter
-
     target, model = load("llama"), drafter(load("llama"))
+    room = {"rows": 1, "capacity": 64, "block_size": 8}
     proposed: list[tuple[int, torch.Tensor]] = []
 
     class Recording(BlockDrafter):
-        def propose(self, features_BTF: torch.Tensor, last_B: torch.Tensor, anchor: int, count: int) -> torch.Tensor:
-            logits = super().propose(features_BTF, last_B, anchor, count)
-            proposed.append((anchor, logits))
+        def propose(self, last_R: torch.Tensor, anchor_R: torch.Tensor) -> torch.Tensor:
+            logits = super().propose(last_R, anchor_R)
+            proposed.append((int(anchor_R), logits))
             return logits
 
-    from dflash_core.decoding.generate import decode
-    from dflash_core.decoding.sampling import Sampling
-
+    proposer = Recording(model, target.vocabulary, **room)
+    decoder = Decoder(target.info, GrowingTarget(target), proposer, target.device, max_new_tokens=24, stop_ids=(), **room)
+    generation = decoder.generate([PROMPT])[0]
+    text = [*PROMPT, *generation.tokens]
     with torch.inference_mode():
-        generation = decode(target, Recording(model, target.vocabulary), PROMPT, 24, 8, (), Sampling(), None)
-        text = [*PROMPT, *generation.tokens]
         for anchor, logits in proposed[::5]:
             features = target.forward(torch.tensor([text[:anchor]]), target.new_cache(), tap_layers=(0, 2)).features
             assert features is not None
-            afresh = BlockDrafter(model, target.vocabulary).propose(features, torch.tensor([text[anchor]]), anchor, 7)
-            torch.testing.assert_close(logits, afresh, rtol=1e-4, atol=1e-5)
+            afresh = BlockDrafter(model, target.vocabulary, **room)
+            afresh.read(features, torch.tensor([0]))
+            torch.testing.assert_close(logits, afresh.propose(torch.tensor([text[anchor]]), torch.tensor([anchor])), rtol=1e-4, atol=1e-5)
 
 
 def test_the_targets_positions_end_the_text_before_a_block_would_pass_them(tmp_path: Path) -> None:
@@ -140,10 +165,17 @@ def test_sampling_with_a_real_target_is_repeated_by_its_seed_and_respects_top_k_
     target = load("llama")
 
     def run(seed: int, top_k: int) -> tuple[int, ...]:
-        random = torch.Generator().manual_seed(seed)
+        sampling = Sampling(1.0, top_k=top_k)
         return speculative_generate(
-            target, drafter(target), PROMPT, max_new_tokens=20, block_size=8, stop_ids=(), temperature=1.0, top_k=top_k, generator=random
+            target, drafter(target), PROMPT, max_new_tokens=20, block_size=8, stop_ids=(), sampling=sampling, seed=seed
         ).tokens
 
     assert run(1, 0) == run(1, 0) != run(2, 0)
     assert run(1, 1) == run(2, 1) == autoregressive_generate(target, PROMPT, max_new_tokens=20, stop_ids=()).tokens
+
+
+def test_recurrent_targets_are_refused_with_the_reason(tmp_path: Path) -> None:
+    target = TargetModel.from_pretrained(save_tiny_target("qwen3_next", tmp_path), dtype=torch.float32)
+    for rows in (1, 2):
+        with pytest.raises(TargetError, match="linear_attention"):
+            open_decoder(target, None, rows=rows, longest_prompt=7, max_new_tokens=5, block_size=1, stop_ids=()).generate([PROMPT])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dflash_core.decoding.sampling import Sampling, draw, token_probabilities, verify_greedy, verify_sampled
+from dflash_core.decoding.sampling import Sampling, draw, token_probabilities, uniform_table, verify_greedy, verify_sampled
 from tests.decoding.toys import chi_square_fits
 
 DRAWS = 20_000
@@ -21,10 +21,11 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def one_round(target_SV: Tensor, draft_KV: Tensor, draws: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """``draws`` independent verifications of one block: drafted_BK, accepted_B, next_B."""
-    random = generator(seed)
+    uniform_BU = torch.rand(draws, 2 * len(draft_KV) + 1, generator=generator(seed))
+    K = len(draft_KV)
     draft_BKV = draft_KV.expand(draws, *draft_KV.shape)
-    drafted_BK = draw(draft_BKV, random)
-    verdict = verify_sampled(target_SV.expand(draws, *target_SV.shape), draft_BKV, drafted_BK, random)
+    drafted_BK = draw(draft_BKV, uniform_BU[:, :K])
+    verdict = verify_sampled(target_SV.expand(draws, *target_SV.shape), draft_BKV, drafted_BK, torch.full((draws,), K), uniform_BU[:, K:])
     return drafted_BK, verdict.accepted, verdict.following
 
 
@@ -87,7 +88,7 @@ def test_rejection_that_only_matched_tokens_would_be_caught() -> None:
     """The chi-square test has the power to see the usual mistake: resampling from p instead of (p - q)+."""
     p, q = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.6, 0.2, 0.2])
     drafted, accepted, _ = one_round(torch.stack([p, p]), q[None], DRAWS)
-    wrong = draw(p.expand(DRAWS, 3), generator(1))
+    wrong = draw(p.expand(DRAWS, 3), torch.rand(DRAWS, generator=generator(1)))
     assert not chi_square_fits(first_token(drafted, accepted, wrong), p)
 
 
@@ -121,13 +122,34 @@ def test_greedy_keeps_the_longest_matching_prefix_and_adds_the_targets_token(mat
     for slot in range(matching, 5):
         if slot == matching or not later[slot]:
             drafted[0, slot] = (choice[slot] + 1) % 10
-    verdict = verify_greedy(logits, drafted)
+    verdict = verify_greedy(logits, drafted, torch.tensor([5]))
     assert verdict.accepted.tolist() == [matching]
     assert verdict.following.tolist() == [int(choice[matching])]
 
 
 def test_requests_of_a_batch_are_verified_independently() -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 3], [1, 2, 3]]), 5).float()
-    verdict = verify_greedy(logits, torch.tensor([[1, 2], [0, 2]]))
+    verdict = verify_greedy(logits, torch.tensor([[1, 2], [0, 2]]), torch.tensor([2, 2]))
     assert verdict.accepted.tolist() == [2, 0]
     assert verdict.following.tolist() == [3, 1]
+
+
+def test_drafted_tokens_that_do_not_count_are_never_kept() -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 3]] * 3), 5).float()
+    verdict = verify_greedy(logits, torch.tensor([[1, 2]] * 3), torch.tensor([0, 1, 2]))
+    assert verdict.accepted.tolist() == [0, 1, 2]
+    assert verdict.following.tolist() == [1, 2, 3]
+
+
+def test_a_draw_never_hits_a_token_of_no_weight_even_at_the_ends_of_the_interval() -> None:
+    weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]).expand(2, 5)
+    assert draw(weights, torch.tensor([0.0, 1.0 - 2**-24])).tolist() == [1, 3]
+
+
+def test_rows_of_the_table_of_uniform_numbers_are_functions_of_their_seeds() -> None:
+    table = uniform_table([3, 1, 3], 1000)
+    assert torch.equal(table[0], table[2])
+    assert torch.equal(table[0], uniform_table([3], 1000)[0])
+    assert not torch.equal(table[0], table[1])
+    assert 0.0 <= float(table.min()) < float(table.max()) < 1.0
+    assert float(table.mean()) == pytest.approx(0.5, abs=0.05)

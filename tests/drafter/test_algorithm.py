@@ -67,12 +67,11 @@ def test_a_training_block_equals_the_cached_drafting_of_one_block(seed: int, pie
         if anchor < 0:
             continue
         start = int((documents == documents[anchor]).nonzero()[0])
-        cache = drafter.new_cache(capacity=2)
+        cache = drafter.new_cache(capacity=64)
         for piece in torch.arange(start, anchor).chunk(pieces) if anchor > start else ():
-            cache.append(drafter.context_keys_values(row.features[:, piece], row.positions[:, piece]))
-        positions = torch.arange(anchor - start, anchor - start + config.block_size)[None]
-        for _ in range(2):  # a draft leaves the cache as it was
-            drafted = drafter.forward_cached(row.table[ids[:, n]], positions, cache)
+            drafter.read_context(row.features[:, piece], piece[:1] - start, cache)
+        for _ in range(2):  # a draft leaves the context as it was
+            drafted = drafter.draft(row.table[ids[:, n]], torch.tensor([anchor - start]), cache)
             torch.testing.assert_close(drafted[0], hidden[n], **EXACT)
 
 

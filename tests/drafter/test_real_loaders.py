@@ -109,8 +109,8 @@ def test_transformers_classes_read_the_same_settings_and_compute_the_same_hidden
     positions = torch.arange(300 + BLOCK)[None]
     cache = served.drafter.new_cache(capacity=512)
     with torch.no_grad():
-        cache.append(served.drafter.context_keys_values(features, positions[:, :300]))
-        want = served.drafter.forward_cached(block, positions[:, 300:], cache)
+        served.drafter.read_context(features, torch.tensor([0]), cache)
+        want = served.drafter.draft(block, torch.tensor([300]), cache)
         got = loaded(position_ids=positions, noise_embedding=block, target_hidden=features)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
