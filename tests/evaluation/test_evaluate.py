@@ -127,14 +127,13 @@ def test_another_drafter_or_longer_answers_are_measured_afresh(
 
 
 def test_a_verification_that_accepts_too_much_is_caught(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dflash_core.decoding.generate as generate_module
+    import dflash_core.decoding.decoder as decoder_module
     from dflash_core.decoding.sampling import Verdict
 
-    def credulous(target_logits_BSV: Tensor, drafted_BK: Tensor) -> Verdict:
-        count = torch.tensor([drafted_BK.shape[1]])
-        return Verdict(count, target_logits_BSV[:, -1].argmax(-1))
+    def credulous(target_logits_RSV: Tensor, drafted_RK: Tensor, count_R: Tensor) -> Verdict:
+        return Verdict(count_R, target_logits_RSV[:, -1].argmax(-1))
 
-    monkeypatch.setattr(generate_module, "verify_greedy", credulous)
+    monkeypatch.setattr(decoder_module, "verify_greedy", credulous)
     result = evaluate()
     assert result.lossless == 0.0
     assert result.diverged_beyond_noise == 4
