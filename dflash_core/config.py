@@ -325,6 +325,7 @@ class EvaluationConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of decoding; losslessness is exact in float32.")
     device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of decoding.")
     block_size: int | None = Field(None, ge=2, description="Block size of decoding, at most the trained one. Default: the trained one.")
+    cuda_graphs: Literal["auto"] | bool = Field("auto", description="Decode with CUDA graphs, with the drafter and without; auto does so on CUDA.")
     untrained_prompts: int | None = Field(
         4, ge=0, description="Prompts of each set on which the drafter is also measured before training; null: all of them."
     )

@@ -68,7 +68,7 @@ class Decoder:
     """Decodes batches of up to ``rows`` requests in the same buffers, with the same graphs. For one thread at a time."""
 
     def __init__(
-        self, info: TargetInfo, verifier: Verifier, proposer: Proposer | None, device: torch.device, *,
+        self, info: TargetInfo, verifier: Verifier, proposer: Proposer | None, *,
         rows: int, capacity: int, max_new_tokens: int, block_size: int, stop_ids: Collection[int], sampling: Sampling = GREEDY,
     ):  # fmt: skip
         """
@@ -83,7 +83,8 @@ class Decoder:
         """
         if max_new_tokens < 1:
             raise InputError("generate", [Problem("max_new_tokens", max_new_tokens, "must be at least 1", "Ask for at least one token")])
-        self._info, self._verifier, self._proposer, self._device = info, verifier, proposer, device
+        self._info, self._verifier, self._proposer = info, verifier, proposer
+        self._device = device = verifier.device
         self._rows, self._capacity, self._max_new_tokens, self._block_size = rows, capacity, max_new_tokens, block_size
         self._stops, self._sampling = frozenset(stop_ids), sampling
         self._taps = proposer.tap_layers if proposer else None
@@ -99,20 +100,22 @@ class Decoder:
             self._first, *self._others = self._captured_stages()
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, *, most: int | None = None) -> list[Generation]:
         """Answer up to ``rows`` prompts (token ids of any lengths) together.
 
         Args:
             seeds: one per prompt, which alone makes its draws. Default: 0, 1, 2, ...
+            most: tokens of the longest answer this time; at most, and by default, ``max_new_tokens``.
 
         Raises:
             InputError: a prompt is empty or too long.
         """
         self._check(prompts)
+        limits = [min(most or self._max_new_tokens, self._limit(len(prompt))) for prompt in prompts]
         clock = StageClock(self._device)
         started = time.perf_counter()
         with clock.stage("prefill"):
-            self._prefill(prompts, range(len(prompts)) if seeds is None else seeds)
+            self._prefill(prompts, limits, range(len(prompts)) if seeds is None else seeds)
         ahead = self._device.type == "cuda"
         self._finished.send()
         while ahead or not self._finished.read():
@@ -122,13 +125,11 @@ class Decoder:
             for stage in self._others:
                 self._run(clock, stage)
             self._finished.send()
-        tokens, accepted, drafted = self._rounds.read()
+        records = zip(*self._rounds.read(), strict=True)
         stages = clock.read()
         times = {f"{name}_seconds": seconds / len(prompts) for name, seconds in stages.items()}
         times["seconds"] = (time.perf_counter() - started) / len(prompts)
-        return [
-            self._generation(len(prompt), *record, times) for prompt, record in zip(prompts, zip(tokens, accepted, drafted, strict=True), strict=False)
-        ]
+        return [self._generation(limit, *record, times) for limit, record in zip(limits, records, strict=False)]
 
     def _captured_stages(self) -> list[tuple[str, Callable[[], None]]]:
         """What a round consists of, in order. Every stage works on the state in ``self`` and ``Rounds``, none takes or returns anything."""
@@ -147,14 +148,14 @@ class Decoder:
         with clock.stage(stage[0]):
             stage[1]()
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    def _prefill(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]) -> None:
         """Read the prompts, rows without one as well, and take the first token of each."""
         idle = self._rows - len(prompts)
         lengths = [*map(len, prompts), *([1] * idle)]
         ids_RT = torch.full((self._rows, max(lengths)), self._info.pad_token_id or 0, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids_RT[row, : len(prompt)] = torch.tensor(list(prompt))
-        self._rounds.begin(lengths, [*(self._limit(len(prompt)) for prompt in prompts), *([0] * idle)])
+        self._rounds.begin(lengths, [*limits, *([0] * idle)])
         lengths_R, rows_R = torch.tensor(lengths, device=self._device), torch.arange(self._rows, device=self._device)
         output = self._verifier.prefill(ids_RT.to(self._device), lengths_R, rows_R, self._taps)
         if self._proposer is not None and output.features is not None:
@@ -204,8 +205,8 @@ class Decoder:
     def _limit(self, prompt_length: int) -> int:
         return min(self._max_new_tokens, self._info.max_position_embeddings - prompt_length)
 
-    def _generation(self, prompt_length: int, tokens: list[int], accepted: list[int], drafted: list[int], times: dict[str, float]) -> Generation:
-        text = tokens[: self._limit(prompt_length)]
+    def _generation(self, limit: int, tokens: list[int], accepted: list[int], drafted: list[int], times: dict[str, float]) -> Generation:
+        text = tokens[:limit]
         end = next((index for index, token in enumerate(text) if token in self._stops), None)
         return Generation(
             tokens=tuple(text if end is None else text[: end + 1]),

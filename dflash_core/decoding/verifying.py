@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,12 +23,21 @@ class Verifier(Protocol):
 
     graphs: bool
 
+    @property
+    def device(self) -> torch.device:
+        """Where everything is."""
+        ...
+
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, rows_R: Tensor, tap_layers: Sequence[int] | None = None) -> TargetOutput:
         """Read prompts, shorter ones padded on the right: logits [R, 1, V] after each, and features [R, T, F]."""
         ...
 
     def forward(self, ids_RT: Tensor, start_R: Tensor, tap_layers: Sequence[int] | None = None) -> TargetOutput:
         """Read T tokens of each row at the positions from ``start_R`` on: logits [R, T, V] and features [R, T, F]."""
+        ...
+
+    def step(self, ids_RT: Tensor, start_R: Tensor, tap_layers: Sequence[int] | None = None) -> TargetOutput:
+        """``forward`` as a graph of its own, if ``graphs``: the same tensors each time for inputs of the same shape."""
         ...
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
@@ -44,6 +54,11 @@ class GrowingTarget:
         self._target = target
         self._cache: Any = None
 
+    @property
+    def device(self) -> torch.device:
+        """See ``Verifier``."""
+        return self._target.device
+
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, rows_R: Tensor, tap_layers: Sequence[int] | None = None) -> TargetOutput:
         """See ``Verifier``."""
         self._cache = self._target.new_cache()
@@ -59,6 +74,8 @@ class GrowingTarget:
             return output
         features = None if output.features is None else functional.pad(output.features, (0, 0, 0, missing))
         return type(output)(functional.pad(output.logits, (0, 0, 0, missing)), features)
+
+    step = forward
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """See ``Verifier``."""

@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from dflash_core.config import PipelineConfig, digest_of
-from dflash_core.decoding import Generation, autoregressive_generate, speculative_generate
+from dflash_core.decoding import Decoder, Generation, Room, open_decoder, open_verifier
 from dflash_core.drafter import DFlashDrafter
-from dflash_core.errors import DataError, Problem
+from dflash_core.errors import DataError, InputError, Problem
 from dflash_core.evaluation.lossless import find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt
 from dflash_core.evaluation.records import PromptRecord, append_record, read_records
@@ -62,7 +63,9 @@ def evaluate_drafter(
         remedy = "Raise data.heldout_fraction or give more prompts"
         raise DataError("evaluation", [Problem("data.heldout_fraction", config.data.heldout_fraction, "left no prompt to evaluate on", remedy)])
     folder.mkdir(parents=True, exist_ok=True)
-    bench = _Bench(target, drafter, untrained, settings.block_size or drafter.config.block_size, settings.max_new_tokens)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    room = Room(1, longest, settings.max_new_tokens, settings.block_size or drafter.config.block_size)
+    bench = _Bench(target, drafter, untrained, room, graphs=settings.cuda_graphs)
     path, keys = folder / RECORDS, [bench.key(prompt) for prompt in prompts]
     records = {record.key: record for record in read_records(path, set(keys))}
     compared = _first_of_each_set(prompts, settings.untrained_prompts) if bench.compares else set()
@@ -94,15 +97,20 @@ def _first_of_each_set(prompts: Sequence[EvaluationPrompt], count: int | None) -
 class _Bench:
     """The target and the drafters, ready to answer prompts and to sum up what they took."""
 
-    def __init__(self, target: TargetModel, drafter: DFlashDrafter, untrained: DFlashDrafter | None, block_size: int, max_new_tokens: int):
-        self._target = target
-        self._drafter = _decoding_copy(drafter, target)
-        self._untrained = _decoding_copy(untrained, target) if untrained is not None else None
-        self._block_size, self._max_new_tokens = block_size, max_new_tokens
-        self._drafter_digest = weights_digest(self._drafter)
-        untrained_digest = weights_digest(self._untrained) if self._untrained is not None else None
-        measured = [target.info.digest, self._drafter_digest, untrained_digest, block_size, max_new_tokens]
-        self._measured = [*measured, str(target.dtype), str(target.device)]
+    def __init__(self, target: TargetModel, drafter: DFlashDrafter, untrained: DFlashDrafter | None, room: Room, *, graphs: bool | Literal["auto"]):
+        self._target, self._room = target, room
+        self._models = {"trained": _decoding_copy(drafter, target)}
+        if untrained is not None:
+            self._models["untrained"] = _decoding_copy(untrained, target)
+        self._verifier = open_verifier(target, room, graphs=graphs is not False)
+        if graphs is True and not self._verifier.graphs:
+            message = f"{target.info.name} on {target.device} cannot be decoded with CUDA graphs"
+            raise InputError("evaluation", [Problem("evaluation.cuda_graphs", True, message, "Set it to auto, or evaluation.device to cuda")])
+        self._decoders: dict[str | None, Decoder] = {}
+        digests = {name: weights_digest(model) for name, model in self._models.items()}
+        self._drafter_digest = digests["trained"]
+        measured = [target.info.digest, self._drafter_digest, digests.get("untrained"), room.block_size, room.max_new_tokens]
+        self._measured = [*measured, str(target.dtype), str(target.device), self._verifier.graphs]
         self.compares = untrained is not None
 
     def key(self, prompt: EvaluationPrompt) -> str:
@@ -110,17 +118,17 @@ class _Bench:
         return digest_of([*self._measured, prompt.set, prompt.id, list(prompt.tokens)])
 
     def warm_up(self, prompt: EvaluationPrompt) -> None:
-        """First calls allocate and choose kernels; their time is nobody's."""
-        self._alone(prompt.tokens, 4)
-        self._drafted(self._drafter, prompt.tokens, 2 * self._block_size)
+        """First calls allocate, choose kernels and capture graphs; their time is nobody's."""
+        for model in (None, *self._models):
+            self._answer(model, prompt, most=2 * self._room.block_size)
 
     def measure(self, prompt: EvaluationPrompt, *, with_untrained: bool) -> PromptRecord:
         """Answer one prompt in every way, one after the other."""
         prompt_ids = prompt.tokens
-        baseline = self._alone(prompt_ids, self._max_new_tokens)
-        trained = self._drafted(self._drafter, prompt_ids, self._max_new_tokens)
-        untrained = self._drafted(self._untrained, prompt_ids, self._max_new_tokens) if with_untrained and self._untrained is not None else None
-        divergence = find_divergence(self._target, prompt_ids, baseline.tokens, trained.tokens, self._block_size)
+        baseline = self._answer(None, prompt)
+        trained = self._answer("trained", prompt)
+        untrained = self._answer("untrained", prompt) if with_untrained and self.compares else None
+        divergence = find_divergence(self._verifier, prompt_ids, baseline.tokens, trained.tokens, self._room.block_size)
         exact = self._target.dtype == torch.float32
         return PromptRecord(
             key=self.key(prompt),
@@ -137,7 +145,7 @@ class _Bench:
 
     def sum_up(self, records: list[PromptRecord], prompts_digest: str) -> EvaluationResult:
         """The figures of all records."""
-        target, block_size = self._target, self._block_size
+        target, block_size = self._target, self._room.block_size
         sets = dict.fromkeys(record.set for record in records)
         return EvaluationResult(
             target=target.info.name,
@@ -148,25 +156,19 @@ class _Bench:
             device=str(target.device),
             threads=torch.get_num_threads(),
             block_size=block_size,
-            max_new_tokens=self._max_new_tokens,
+            max_new_tokens=self._room.max_new_tokens,
             temperature=0.0,
             **dict(measured(records, block_size)),
             sets={name: measured([record for record in records if record.set == name], block_size) for name in sets},
             rows=tuple(prompt_figures(record, block_size) for record in records),
         )
 
-    def _alone(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Generation:
-        return autoregressive_generate(self._target, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=self._target.info.eos_token_ids)
-
-    def _drafted(self, drafter: DFlashDrafter, prompt_ids: Sequence[int], max_new_tokens: int) -> Generation:
-        return speculative_generate(
-            self._target,
-            drafter,
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            block_size=self._block_size,
-            stop_ids=self._target.info.eos_token_ids,
-        )
+    def _answer(self, model: str | None, prompt: EvaluationPrompt, most: int | None = None) -> Generation:
+        """By the target alone, or with one of the drafters."""
+        if model not in self._decoders:
+            drafter = None if model is None else self._models[model]
+            self._decoders[model] = open_decoder(self._target, drafter, self._verifier, self._room, stop_ids=self._target.info.eos_token_ids)
+        return self._decoders[model].generate([prompt.tokens], most=most)[0]
 
 
 def _decoding_copy(drafter: DFlashDrafter, target: TargetModel) -> DFlashDrafter:

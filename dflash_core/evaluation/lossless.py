@@ -15,7 +15,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from dflash_core.target import TargetModel
+from dflash_core.decoding import Verifier
+
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,25 @@ class Divergence:
 
 
 @torch.inference_mode()
-def find_divergence(target: TargetModel, prompt_ids: Sequence[int], own: Sequence[int], other: Sequence[int], block_size: int) -> Divergence | None:
+def find_divergence(
+    verifier: Verifier, prompt_ids: Sequence[int], own: Sequence[int], other: Sequence[int], block_size: int
+) -> Divergence | None:
     """Compare the target's ``own`` greedy text with the ``other`` one; None if they are the same.
 
     Args:
+        verifier: the target, with room for the prompt, a text and a block; its first row is used.
         block_size: width of the passes that verified ``other``.
     """
     position = next((i for i, (a, b) in enumerate(zip_longest(own, other)) if a != b), None)
     if position is None:
         return None
     inside = position < min(len(own), len(other))
-    logits_NV = _score(target, prompt_ids, own, 1)
+    logits_NV = _score(verifier, prompt_ids, own, 1)
     best_N2 = logits_NV.topk(2, dim=-1).indices
     gap = float(logits_NV[position, own[position]] - logits_NV[position, other[position]]) if inside else None
     gaps_N = _gaps(logits_NV, best_N2)
     del logits_NV
-    noise = (gaps_N - _gaps(_score(target, prompt_ids, own, block_size), best_N2)).abs().max()
+    noise = (gaps_N - _gaps(_score(verifier, prompt_ids, own, block_size), best_N2)).abs().max()
     return Divergence(position, gap, float(noise))
 
 
@@ -62,14 +66,16 @@ def _gaps(logits_NV: Tensor, pairs_N2: Tensor) -> Tensor:
     return first_N - second_N
 
 
-def _score(target: TargetModel, prompt_ids: Sequence[int], tokens: Sequence[int], width: int) -> Tensor:
+def _score(verifier: Verifier, prompt_ids: Sequence[int], tokens: Sequence[int], width: int) -> Tensor:
     """Logits [N, V] (float32) that predict each of ``tokens``, the text being read ``width`` tokens a pass."""
-    cache = target.new_cache()
-    rows = [target.forward(_ids(target, prompt_ids), cache, logits_to_keep=1).logits[0].float()]
+
+    def place(position: int) -> Tensor:
+        return torch.tensor([position], device=verifier.device)
+
+    prompt = torch.tensor([list(prompt_ids)], device=verifier.device)
+    rows = [verifier.prefill(prompt, place(len(prompt_ids)), place(0)).logits[0].float()]
     for start in range(0, len(tokens) - 1, width):
-        rows.append(target.forward(_ids(target, tokens[start : min(start + width, len(tokens) - 1)]), cache).logits[0].float())
+        piece = tokens[start : min(start + width, len(tokens) - 1)]
+        ids = torch.tensor([[*piece, *[0] * (width - len(piece))]], device=verifier.device)  # of one width, for which there is one graph
+        rows.append(verifier.step(ids, place(len(prompt_ids) + start)).logits[0, : len(piece)].float())
     return torch.cat(rows)
-
-
-def _ids(target: TargetModel, tokens: Sequence[int]) -> Tensor:
-    return torch.tensor([list(tokens)], device=target.device)

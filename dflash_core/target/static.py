@@ -130,6 +130,11 @@ class StaticTarget:
         self._captured: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}
         self._check()
 
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.target.device
+
     def step(self, ids_RS: Tensor, start_R: Tensor, tap_layers: Sequence[int] | None = None) -> TargetOutput:
         """Run S more tokens of each of the first R rows.
 

@@ -71,7 +71,7 @@ def test_every_request_of_a_batch_is_answered_as_if_it_were_alone(seed: int, blo
 def test_a_decoder_begins_every_batch_anew() -> None:
     target = markov()
     decoder = Decoder(
-        target.info, target, RandomProposer(torch.zeros(3, V)), torch.device("cpu"),  # type: ignore[arg-type]
+        target.info, target, RandomProposer(torch.zeros(3, V)),  # type: ignore[arg-type]
         rows=3, capacity=2000, max_new_tokens=20, block_size=4, stop_ids=(), sampling=Sampling(1.0),
     )  # fmt: skip
     first = decoder.generate(PROMPTS[:3], [1, 2, 3])
@@ -209,7 +209,7 @@ def test_impossible_requests_are_refused_with_what_to_do(prompts: list[list[int]
 def test_more_requests_than_rows_or_longer_ones_than_there_is_room_for_are_refused() -> None:
     target = markov()
     decoder = Decoder(
-        target.info, target, None, torch.device("cpu"),  # type: ignore[arg-type]
+        target.info, target, None,  # type: ignore[arg-type]
         rows=1, capacity=10, max_new_tokens=6, block_size=1, stop_ids=(), sampling=GREEDY,
     )  # fmt: skip
     with pytest.raises(InputError, match=r"prompts = 2: must be 1 to 1"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,15 @@ from dflash_core.decoding import (
     GREEDY,
     BlockDrafter,
     Decoder,
+    GrowingTarget,
+    Room,
     Sampling,
     autoregressive_generate,
     measure_acceptance,
     open_decoder,
+    open_verifier,
     speculative_generate,
 )
-from dflash_core.decoding.verifying import GrowingTarget
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.errors import InputError, TargetError
 from dflash_core.target import TargetModel
@@ -117,9 +118,12 @@ def test_every_request_of_a_batch_of_any_lengths_gets_the_text_and_rounds_it_has
     prompts = [PROMPT, [257, 9], [257, *range(30, 52)], [257, 99, 3, 3]]
     target = load(family)
     model = drafter(target) if drafts else None
-    settings: dict[str, Any] = {"max_new_tokens": 16, "block_size": 5, "stop_ids": target.info.eos_token_ids, "sampling": sampling}
-    together = open_decoder(target, model, rows=5, longest_prompt=23, **settings).generate(prompts, seeds=[3, 4, 5, 6])
-    single = open_decoder(target, model, rows=1, longest_prompt=23, **settings)
+
+    def decoder(rows: int) -> Decoder:
+        room = Room(rows, longest_prompt=23, max_new_tokens=16, block_size=5)
+        return open_decoder(target, model, open_verifier(target, room), room, stop_ids=target.info.eos_token_ids, sampling=sampling)
+
+    together, single = decoder(5).generate(prompts, seeds=[3, 4, 5, 6]), decoder(1)
     for seed, (prompt, one) in enumerate(zip(prompts, together, strict=True), start=3):
         alone = single.generate([prompt], [seed])[0]
         assert (one.tokens, one.accepted, one.drafted) == (alone.tokens, alone.accepted, alone.drafted)
@@ -138,7 +142,7 @@ def test_the_cached_draft_of_a_round_equals_a_draft_from_the_whole_context(load:
             return logits
 
     proposer = Recording(model, target.vocabulary, **room)
-    decoder = Decoder(target.info, GrowingTarget(target), proposer, target.device, max_new_tokens=24, stop_ids=(), **room)
+    decoder = Decoder(target.info, GrowingTarget(target), proposer, max_new_tokens=24, stop_ids=(), **room)
     generation = decoder.generate([PROMPT])[0]
     text = [*PROMPT, *generation.tokens]
     with torch.inference_mode():
@@ -181,4 +185,5 @@ def test_recurrent_targets_are_refused_with_the_reason(tmp_path: Path) -> None:
     target = TargetModel.from_pretrained(save_tiny_target("qwen3_5_text", tmp_path), dtype=torch.float32)
     for rows in (1, 2):
         with pytest.raises(TargetError, match="linear_attention"):
-            open_decoder(target, None, rows=rows, longest_prompt=7, max_new_tokens=5, block_size=1, stop_ids=()).generate([PROMPT])
+            room = Room(rows, len(PROMPT), max_new_tokens=5, block_size=1)
+            open_decoder(target, None, open_verifier(target, room), room, stop_ids=()).generate([PROMPT])

@@ -38,6 +38,7 @@ class MarkovTarget:
     """
 
     graphs = False
+    device = torch.device("cpu")
 
     def __init__(self, logits_VVV: Tensor, max_position_embeddings: int = 1000):
         self.logits_VVV = logits_VVV
@@ -61,6 +62,8 @@ class MarkovTarget:
         features = ids_RT[..., None].float() if tap_layers is not None else None
         return Output(self.logits_VVV[before_RT, ids_RT], features)
 
+    step = forward
+
     def greedy_text(self, context: Sequence[int], new: int, stop: Sequence[int] = ()) -> list[int]:
         """The chain of likeliest tokens after ``context``, up to the first stop token."""
         choices, text = self.logits_VVV.argmax(-1).tolist(), list(context)
@@ -78,7 +81,7 @@ def decode(
 ) -> list[Generation]:  # fmt: skip
     """All prompts as one batch."""
     decoder = Decoder(
-        target.info, target, proposer, torch.device("cpu"),  # type: ignore[arg-type]
+        target.info, target, proposer,  # type: ignore[arg-type]
         rows=rows or len(prompts), capacity=2000, max_new_tokens=new, block_size=block if proposer else 1, stop_ids=stop, sampling=sampling,
     )  # fmt: skip
     return decoder.generate(prompts, seeds)

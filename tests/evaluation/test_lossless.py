@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_core.decoding import autoregressive_generate
+from dflash_core.decoding import GrowingTarget, autoregressive_generate
 from dflash_core.evaluation import Divergence, find_divergence
 from dflash_core.target import TargetModel
 from tests.decoding.toys import MarkovTarget, Output
@@ -22,13 +22,13 @@ def own_text(target: TargetModel, new: int = 12) -> list[int]:
 
 def test_the_same_text_has_no_divergence(target: TargetModel) -> None:
     own = own_text(target)
-    assert find_divergence(target, PROMPT, own, own, 4) is None
+    assert find_divergence(GrowingTarget(target), PROMPT, own, own, 4) is None
 
 
 def test_a_wrong_token_is_beyond_the_noise_and_has_the_targets_own_gap(target: TargetModel) -> None:
     own = own_text(target)
     wrong = [*own[:5], (own[5] + 1) % 256, *own[6:]]
-    found = find_divergence(target, PROMPT, own, wrong, 4)
+    found = find_divergence(GrowingTarget(target), PROMPT, own, wrong, 4)
     assert found is not None
     logits = target.forward(torch.tensor([[*PROMPT, *own[:5]]]), target.new_cache()).logits[0, -1]
     assert found.position == 5
@@ -40,7 +40,7 @@ def test_a_wrong_token_is_beyond_the_noise_and_has_the_targets_own_gap(target: T
 @pytest.mark.parametrize("length", [6, 11])
 def test_a_text_that_ends_early_is_a_divergence_that_no_noise_explains(target: TargetModel, length: int) -> None:
     own = own_text(target)
-    found = find_divergence(target, PROMPT, own, own[:length], 4)
+    found = find_divergence(GrowingTarget(target), PROMPT, own, own[:length], 4)
     assert found is not None
     assert (found.position, found.gap, found.beyond_noise) == (length, None, True)
 
@@ -54,9 +54,9 @@ class NoisyTarget(MarkovTarget):
         super().__init__(logits)
         self.noise = noise
 
-    def forward(self, ids_BT: Tensor, cache: list[int], *, tap_layers: Any = None, logits_to_keep: int = 0) -> Output:
-        output = super().forward(ids_BT, cache, tap_layers=tap_layers, logits_to_keep=logits_to_keep)
-        if ids_BT.shape[1] > 1 and not logits_to_keep:
+    def step(self, ids_RT: Tensor, start_R: Tensor, tap_layers: Any = None) -> Output:
+        output = super().step(ids_RT, start_R, tap_layers)
+        if ids_RT.shape[1] > 1:
             output.logits[..., 1] -= self.noise / 2
             output.logits[..., 2] += self.noise / 2
         return output
