@@ -195,12 +195,13 @@ class Decoder:
 
     def _read(self) -> None:
         """Let the proposer take in what the target made of the blocks."""
-        assert self._proposer is not None and self._features_RSF is not None
+        assert self._proposer is not None
+        assert self._features_RSF is not None
         self._proposer.read(self._features_RSF, self._rounds.begun_R)
 
     def _uniforms(self) -> Tensor:
         """The numbers of this round, [R, 2 K + 1]."""
-        return self._uniform_RU.gather(1, self._rounds.rounds_R[:, None] * len(self._turns_U) + self._turns_U)
+        return self._uniform_RU.gather(1, self._rounds.turn_R[:, None] * len(self._turns_U) + self._turns_U)
 
     def _limit(self, prompt_length: int) -> int:
         return min(self._max_new_tokens, self._info.max_position_embeddings - prompt_length)

@@ -1,9 +1,9 @@
 """Decoders of a target with or without a drafter, and the answer to one prompt.
 
-    room = Room(rows=8, longest_prompt=512, max_new_tokens=256, block_size=16)
-    verifier = open_verifier(target, room)
-    with_drafter, alone = (open_decoder(target, model, verifier, room, stop_ids=target.info.eos_token_ids) for model in (drafter, None))
-    generations = with_drafter.generate(prompts)     # up to 8 at a time, of any lengths; call it as often as you like
+room = Room(rows=8, longest_prompt=512, max_new_tokens=256, block_size=16)
+verifier = open_verifier(target, room)
+with_drafter, alone = (open_decoder(target, model, verifier, room, stop_ids=target.info.eos_token_ids) for model in (drafter, None))
+generations = with_drafter.generate(prompts)     # up to 8 at a time, of any lengths; call it as often as you like
 """
 
 from __future__ import annotations

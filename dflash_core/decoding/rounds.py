@@ -22,12 +22,14 @@ class Rounds:
     last_R:   the last token of each request, which the target has not read yet
     anchor_R: its position: so many tokens the target has read
     begun_R:  the position of the block that was verified last
+    turn_R:   rounds of each request so far
     finished: whether all requests have their text, bool []
     """
 
     def __init__(self, rows: int, block_size: int, max_new_tokens: int, positions: int, stop_ids: Collection[int], device: torch.device):
         self._positions = positions
-        self.last_R, self.anchor_R, self.begun_R, self._length_R, self._limit_R, self._rounds_R = torch.zeros(6, rows, dtype=torch.int64, device=device)
+        self.last_R, self.anchor_R, self.begun_R, self.turn_R = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        self._length_R, self._limit_R = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self._done_R = torch.ones(rows, dtype=torch.bool, device=device)
         self.finished = torch.ones((), dtype=torch.bool, device=device)
         self._stops_E = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
@@ -42,7 +44,7 @@ class Rounds:
         self.anchor_R.copy_(torch.tensor(prompt_lengths))
         self._limit_R.copy_(torch.tensor(limits))
         self._done_R.copy_(self._limit_R == 0)
-        for counter in (self.last_R, self.begun_R, self._length_R, self._rounds_R):
+        for counter in (self.last_R, self.begun_R, self._length_R, self.turn_R):
             counter.zero_()
 
     def first(self, token_R: Tensor) -> None:
@@ -67,28 +69,23 @@ class Rounds:
         self._tokens_RL.scatter_(1, torch.where(real_RS, places_RS, nowhere), fresh_RS)
         stopped_R = ((fresh_RS[..., None] == self._stops_E).any(-1) & real_RS & (places_RS < self._limit_R[:, None])).any(-1)
         for record_RN, value_R in ((self._accepted_RN, verdict.accepted), (self._drafted_RN, count_R)):
-            old_R = record_RN[self._rows_R, self._rounds_R]
-            record_RN[self._rows_R, self._rounds_R] = torch.where(open_R, value_R, old_R)
+            old_R = record_RN[self._rows_R, self.turn_R]
+            record_RN[self._rows_R, self.turn_R] = torch.where(open_R, value_R, old_R)
         advance_R = (verdict.accepted + 1) * open_R
         self.begun_R.copy_(self.anchor_R)
         self.last_R.copy_(torch.where(open_R, verdict.following, self.last_R))
         self.anchor_R += advance_R
         self._length_R += advance_R
-        self._rounds_R += open_R
+        self.turn_R += open_R
         self._end(stopped_R | (self._length_R >= self._limit_R))
 
     def _end(self, ended_R: Tensor) -> None:
         self._done_R |= ended_R
         self.finished.copy_(self._done_R.all())
 
-    @property
-    def rounds_R(self) -> Tensor:
-        """Rounds of each request so far, int64 [R]."""
-        return self._rounds_R
-
     def read(self) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Per request: new tokens, uncut; accepted tokens of every round; drafted tokens that counted, of every round. Waits for the device."""
-        lengths, rounds = self._length_R.tolist(), self._rounds_R.tolist()
+        lengths, rounds = self._length_R.tolist(), self.turn_R.tolist()
         tokens = [row[:length] for row, length in zip(self._tokens_RL.tolist(), lengths, strict=True)]
         accepted, drafted = (
             [row[:count] for row, count in zip(record.tolist(), rounds, strict=True)] for record in (self._accepted_RN, self._drafted_RN)

@@ -18,10 +18,10 @@ ALIGNMENT = 16  # positions; masks of a width that is no multiple of 8 are copie
 
 @dataclass(frozen=True)
 class Window:
-    """The part of the buffers that a block looks at: their first ``end`` positions, less what a mask (0 or -inf) hides where rows differ."""
+    """What a block looks at: the first ``end`` positions of the buffers, less what a mask (0 or -inf, [R, 1, 1, end]) hides where rows differ."""
 
     end: int
-    mask_R11X: Tensor | None
+    mask: Tensor | None
 
 
 class DrafterCache:

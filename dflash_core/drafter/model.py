@@ -340,7 +340,7 @@ class DFlashDrafter(nn.Module):
         for i, layer in enumerate(self._draft_layers()):
             q, block = layer.queries_keys_values(x_RSH, rotation)
             cache.write(i, *block, positions_RS)
-            x_RSH = layer.finish(x_RSH, layer.self_attn.draft(q, *cache.seen(i, window), window.mask_R11X))
+            x_RSH = layer.finish(x_RSH, layer.self_attn.draft(q, *cache.seen(i, window), window.mask))
         return self.norm(x_RSH)
 
     def _draft_layers(self) -> Iterable[DraftLayer]:

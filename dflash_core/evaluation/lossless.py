@@ -18,7 +18,6 @@ from torch import Tensor
 from dflash_core.decoding import Verifier
 
 
-
 @dataclass(frozen=True)
 class Divergence:
     """The first place where a text is not the target's own.
@@ -39,9 +38,7 @@ class Divergence:
 
 
 @torch.inference_mode()
-def find_divergence(
-    verifier: Verifier, prompt_ids: Sequence[int], own: Sequence[int], other: Sequence[int], block_size: int
-) -> Divergence | None:
+def find_divergence(verifier: Verifier, prompt_ids: Sequence[int], own: Sequence[int], other: Sequence[int], block_size: int) -> Divergence | None:
     """Compare the target's ``own`` greedy text with the ``other`` one; None if they are the same.
 
     Args:

@@ -56,7 +56,10 @@ def test_any_drafter_gives_the_targets_own_text(seed: int, block: int, right: in
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 50), block=st.integers(1, 6), right=st.integers(0, 5), new=st.integers(1, 25), idle=st.integers(0, 2), stop=st.integers(0, 10))
+@given(
+    seed=st.integers(0, 50), block=st.integers(1, 6), right=st.integers(0, 5), new=st.integers(1, 25), idle=st.integers(0, 2),
+    stop=st.integers(0, 10),
+)  # fmt: skip
 def test_every_request_of_a_batch_is_answered_as_if_it_were_alone(seed: int, block: int, right: int, new: int, idle: int, stop: int) -> None:
     target = markov(seed=seed)
     prompts = [*PROMPTS, *[[0]] * idle]
