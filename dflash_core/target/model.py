@@ -51,6 +51,9 @@ class TargetModel:
         self.tokenizer = tokenizer
         self._model = model.eval().requires_grad_(False)
         self._structure = find_structure(model)
+        config: Any = self._structure.decoder.config
+        if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+            model.set_attn_implementation("eager")  # SDPA has no soft-cap, and some versions of Transformers leave it out without a word (5.17)
         self._taps = LayerTaps(self._structure.layers)
         self._truncated: dict[int, torch.nn.Module] = {}
         self._packed: dict[int, PackedDecoder] = {}
