@@ -5,22 +5,29 @@
     python -m dflash_core train    configs/demo.yaml      # up to the trained drafter
     python -m dflash_core evaluate configs/demo.yaml      # up to its evaluation
 
-Every command runs the stages before it, or finds them done.
+Every command runs the stages before it, or finds them done. With ``training.launcher: torchrun`` as many processes as there are replicas train:
+
+    torchrun --nproc-per-node 2 -m dflash_core train CONFIG
+
+The first one does everything else, and the others wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
 from dflash_core.checks import advice
-from dflash_core.config import load_config
+from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.evaluation import sets_table
-from dflash_core.pipeline import StageResult, evaluation_of, run_stage, write_summary
+from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside, write_summary
 from dflash_core.plan import STAGES, Plan
+from dflash_core.training import Ranks, check_launcher, this_rank, under_torchrun
 
 _LAST_STAGE = {"extract": "shards", "train": "train", "evaluate": "evaluate", "run": "export"}
 
@@ -32,32 +39,76 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", help="a YAML file, such as configs/demo.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides", help="change a setting; repeatable")
     options = parser.parse_args(arguments)
+    ranks: Ranks | None = None
+    failure: str | None = None
+    status = 0
     try:
-        plan = Plan(load_config(options.config, options.overrides), options.config)
-        for sentence in advice(plan.config):
-            print(f"Note: {sentence}", file=sys.stderr)
-        results = _run(plan, STAGES[: STAGES.index(_LAST_STAGE[options.command]) + 1])
-        if options.command == "run":
-            print(write_summary(plan, results))
+        config = load_config(options.config, options.overrides)
+        if under_torchrun():
+            ranks = _join(config, options.config)
+        if ranks is not None and ranks.rank > 0:
+            _help_to_train(config, options, ranks)
+        else:
+            _run_all(config, options, ranks)
     except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+        failure, status = str(error), 2
     except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        failure, status = f"{type(error).__name__}: {error}", 1
     except KeyboardInterrupt:
-        print("Interrupted. The same command goes on from here.", file=sys.stderr)
-        return 130
-    return 0
+        print(f"{_who(ranks)}Interrupted. The same command goes on from here.", file=sys.stderr)
+        status = 130
+    except BaseException as error:  # a fault of this program's own: the others must know, and the traceback is wanted
+        if ranks is not None:
+            ranks.leave(f"{type(error).__name__}: {error}")
+        raise
+    if failure is not None and (ranks is not None or os.environ.get("RANK", "0") == "0"):  # what is wrong with the settings is wrong for all
+        print(_who(ranks) + failure, file=sys.stderr)
+    if ranks is not None:
+        ranks.leave(failure)
+    return status
 
 
-def _run(plan: Plan, names: tuple[str, ...]) -> dict[str, StageResult]:
+def _join(config: PipelineConfig, source: str) -> Ranks | None:
+    """Meet the other processes. torchrun ends all of them by SIGTERM once one has failed, or when it is told to end."""
+    check_launcher(config, source)
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    return this_rank()
+
+
+def _who(ranks: Ranks | None) -> str:
+    return "" if ranks is None else f"Rank {ranks.rank}: "
+
+
+def _help_to_train(config: PipelineConfig, options: argparse.Namespace, ranks: Ranks) -> None:
+    """All that is done by ranks other than the first."""
+    if options.command != "extract" and ranks.wait_for("training") == "begins":
+        train_beside(Plan(config, options.config))
+
+
+def _run_all(config: PipelineConfig, options: argparse.Namespace, ranks: Ranks | None) -> None:
+    plan = Plan(config, options.config)
+    if options.command != "extract" and not plan.stage("train").cached:
+        check_launcher(config, options.config)
+    for sentence in advice(config):
+        print(f"Note: {sentence}", file=sys.stderr)
+    results = _run(plan, STAGES[: STAGES.index(_LAST_STAGE[options.command]) + 1], ranks)
+    if options.command == "run":
+        print(write_summary(plan, results))
+
+
+def _run(plan: Plan, names: tuple[str, ...], ranks: Ranks | None) -> dict[str, StageResult]:
     results = {}
     for name in names:
         if name == "warm_up":  # training warms up by itself where nobody has
             continue
         if name == "shards" and not plan.extracts and names[-1] != "shards":
             continue
+        if name == "train" and ranks is not None:
+            ranks.announce("training", "done" if plan.stage("train").cached else "begins")
         results[name] = run_stage(plan, name, progress=_Lines(name), on_metrics=_print_metrics, share=names[-1] == "shards")
         state = "cached" if results[name].cached else f"{results[name].seconds:.1f} s"
         counts = results[name].manifest.counts
@@ -93,4 +144,9 @@ class _Lines:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    if under_torchrun():  # a thread that is left behind in a collective would keep the process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_status)
+    sys.exit(exit_status)

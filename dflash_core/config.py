@@ -273,6 +273,9 @@ class TrainingConfig(Section):
         "auto",
         description="Launch each step as CUDA graphs: frees the processor, which GPUs of a process share; auto does so where the step is compiled.",
     )
+    launcher: Literal["threads", "torchrun"] = Field(
+        "threads", description="threads: all replicas in one process. torchrun: one process each, also on several hosts, started by torchrun."
+    )
     feed: Literal["shards", "online"] = Field(
         "shards",
         description="Where rows come from. online: targets run beside the training, on target_devices, and nothing is extracted to disk.",

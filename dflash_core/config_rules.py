@@ -18,6 +18,7 @@ def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     yield from _schedule_and_queue(config)
     yield from _devices(config)
     yield from _online(config)
+    yield from _torchrun(config)
     yield from _fp8(config)
     yield from _sets(config)
     yield from _distillation(config)
@@ -75,7 +76,7 @@ def _devices(config: PipelineConfig) -> Iterator[Problem]:
     cuda = [device for device in devices if device != "cpu"]
     if cuda and "cpu" in devices:
         yield Problem("training.devices", devices, "mixes cpu and cuda replicas", "Use replicas of one kind")
-    if 1 < len(set(cuda)) < len(cuda):
+    if training.launcher == "threads" and 1 < len(set(cuda)) < len(cuda):
         message = "several replicas share one of several GPUs, between which NCCL takes one replica each"
         yield Problem("training.devices", devices, message, "Name each GPU once, or one GPU alone")
     if training.cuda_graphs is True and not cuda:
@@ -101,6 +102,19 @@ def _online(config: PipelineConfig) -> Iterator[Problem]:
     if config.extraction.feature_dtype == "fp8":
         remedy = "Set extraction.feature_dtype to bfloat16"
         yield Problem("extraction.feature_dtype", "fp8", "saves disk, of which training.feed = online uses none", remedy)
+
+
+def _torchrun(config: PipelineConfig) -> Iterator[Problem]:
+    training, targets = config.training, config.target_devices
+    if training.launcher == "threads":
+        return
+    if training.sync == "sharded":
+        remedy = "Set training.sync to all_reduce, or training.launcher to threads"
+        yield Problem("training.sync", "sharded", "shards of the optimiser are gathered within one process alone", remedy)
+    if targets and len(targets) % len(training.devices):
+        message = f"the {len(training.devices)} processes of training.launcher = torchrun cannot share them evenly"
+        remedy = "Name as many for each entry of training.devices, those of all first processes first"
+        yield Problem("training.target_devices", list(targets), message, remedy)
 
 
 def _fp8(config: PipelineConfig) -> Iterator[Problem]:

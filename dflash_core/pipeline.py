@@ -152,6 +152,17 @@ def warm_up(plan: Plan) -> WarmUpReport | None:
     )  # fmt: skip
 
 
+def train_beside(plan: Plan) -> None:
+    """The part of a rank other than 0 in the stage 'train' of a run under torchrun. Rank 0 runs the stage, and writes all there is to write.
+
+    Raises:
+        DFlashError: as ``run_stage`` does, or because another process has gone.
+    """
+    if not plan.knows_target:
+        plan.learn_target(resolve_target(plan.config.target))
+    _run_train(plan, plan.folder("train"), no_progress, no_metrics)
+
+
 def planned_steps(plan: Plan) -> int:
     """Optimiser steps of the training, from the lengths of the samples: known, and checked, before anything is extracted.
 

@@ -94,6 +94,11 @@ class Plan:
             raise TargetError(f"The target {self.config.target.model} is not here yet. Run the stage 'target' first.")
         return self._info
 
+    @property
+    def knows_target(self) -> bool:
+        """Whether ``info`` can be asked."""
+        return self._info is not None
+
     def learn_target(self, info: TargetInfo) -> None:
         """Take note of the target once it is here, and check the settings against it."""
         check_target(self.config, info, self.source)

@@ -21,6 +21,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.pipeline import StageResult
 from dflash_core.plan import Plan
 from dflash_core.stages import stage_lock
+from dflash_core.training import check_launcher
 from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller, Watcher, duration, watcher
 from tasks.registry import Version
@@ -55,6 +56,8 @@ class Run:
             TrackingError: the MLflow store cannot be used.
         """
         plan = Plan(config)
+        if not plan.stage("train").cached:
+            check_launcher(config)
         with stage_lock(plan.run_folder), flow_run_logs(), Tracker.open(config, plan.run_folder) as tracker:
             yield cls(plan, tracker, watcher.get() or LogWatcher())
 

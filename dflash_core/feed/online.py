@@ -166,8 +166,8 @@ class TargetRows:
         return ShardSample(self._samples.id(i), {"tokens": tokens, "loss_mask": mask})
 
 
-def target_loaders(live: LiveSamples, config: PipelineConfig, tap_layers: Sequence[int]) -> list[Loader]:
-    """A loader for each of ``config.target_devices``, its target loaded and warmed up; targets of one device share its weights.
+def target_loaders(live: LiveSamples, config: PipelineConfig, tap_layers: Sequence[int], devices: Sequence[str] | None = None) -> list[Loader]:
+    """A loader for each of ``devices`` (default: ``config.target_devices``), its target loaded and warmed up. Those of one device share weights.
 
     Call it on the main thread, before there are workers.
 
@@ -176,10 +176,11 @@ def target_loaders(live: LiveSamples, config: PipelineConfig, tap_layers: Sequen
         TargetError: the target cannot be loaded, or its hidden states are not finite.
     """
     order = PackedOrder(live.samples.lengths, config.training, config.run.seed)
-    devices = sorted(set(config.target_devices))
-    targets = dict(zip(devices, live.load(devices), strict=True))
+    devices = config.target_devices if devices is None else devices
+    different = sorted(set(devices))
+    targets = dict(zip(different, live.load(different), strict=True))
     loaders = []
-    for number, device in enumerate(config.target_devices):
+    for number, device in enumerate(devices):
         rows = TargetRows(targets[device], live.samples, order, config, tap_layers)
         rows.warm_up()
         loaders.append(Loader(f"target {number} ({device})", rows))

@@ -76,16 +76,19 @@ class Feed:
         queue_rows: int,
         start_ordinal: int,
         stop_ordinal: int,
+        only: int | None = None,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         """Start loading rows ``start_ordinal`` to ``stop_ordinal - 1``. Both are multiples of the rows of one micro-step of all replicas.
 
         Args:
+            only:   the one replica whose rows are loaded, where the others are in other processes
             within: entered by each loader's thread around all it does
         """
         together = replicas * rows_per_microstep
-        if queue_rows < together:
-            raise ValueError(f"queue_rows = {queue_rows} is less than the {together} rows that the replicas take at a time")
+        at_a_time = together if only is None else rows_per_microstep
+        if queue_rows < at_a_time:
+            raise ValueError(f"queue_rows = {queue_rows} is less than the {at_a_time} rows that the replicas take at a time")
         if start_ordinal % together or stop_ordinal % together:
             raise ValueError(f"start and stop ordinal ({start_ordinal}, {stop_ordinal}) must be multiples of {together}, the rows of one micro-step")
         self.loaders = loaders
@@ -95,7 +98,8 @@ class Feed:
         self._queue_rows = queue_rows
         self._stop_ordinal = stop_ordinal
         self._next_microstep = [start_ordinal // together] * replicas
-        self._next_ordinal = start_ordinal
+        self._skipped = together - at_a_time  # rows of others, after each micro-step's
+        self._next_ordinal = start_ordinal + (only or 0) * rows_per_microstep
         self._held = 0  # rows loaded or being loaded, and not taken
         self._rows: dict[int, Row] = {}
         self._error: BaseException | None = None
@@ -193,10 +197,13 @@ class Feed:
             if self._ended or self._next_ordinal >= self._stop_ordinal:
                 return None
             self._held += 1
+            claimed = self._next_ordinal
             self._next_ordinal += 1
+            if self._next_ordinal % self._rows_per_microstep == 0:
+                self._next_ordinal += self._skipped
             if self._next_ordinal >= self._stop_ordinal:
                 self._room_came.notify_all()  # the other loaders have nothing to wait for any more
-            return self._next_ordinal - 1
+            return claimed
 
     def _put(self, ordinal: int, row: Row) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from dflash_core.training.checkpoints import BestWeights, TrainingCheckpoint, Tr
 from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.metrics import bottleneck_in_words, read_metrics
+from dflash_core.training.ranks import Ranks, check_launcher, this_rank, under_torchrun
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import OPERATIONAL, TrainingSession, WarmUpReport, count_steps, initial_drafter, warm_up
 from dflash_core.training.sync import GradientSync
@@ -17,17 +18,21 @@ __all__ = [
     "Evaluation",
     "GradientSync",
     "Judge",
+    "Ranks",
     "TrainingCheckpoint",
     "TrainingResult",
     "TrainingSession",
     "TrainingState",
     "WarmUpReport",
     "bottleneck_in_words",
+    "check_launcher",
     "count_steps",
     "initial_drafter",
     "learning_rate",
     "newest_training_checkpoint",
     "read_metrics",
+    "this_rank",
     "train",
+    "under_torchrun",
     "warm_up",
 ]

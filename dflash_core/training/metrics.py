@@ -6,6 +6,7 @@ Evaluations during training have a file of their own, ``evaluations.jsonl``: the
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,6 +67,24 @@ class MetricLog:
         with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": evaluation.step, **metrics}) + "\n")
         self._sink(evaluation.step, metrics)
+
+
+class NoLog:
+    """In the place of a ``MetricLog`` where another process records; no records come here."""
+
+    last: Mapping[str, float] = types.MappingProxyType({})
+
+    def add(self, record: StepRecord) -> None:
+        """See ``MetricLog``."""
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """See ``MetricLog``."""
+
+    def flush(self) -> None:
+        """See ``MetricLog``."""
+
+    def mute(self) -> None:
+        """See ``MetricLog``."""
 
 
 def _forget_after(path: Path, step: int) -> dict[str, float]:

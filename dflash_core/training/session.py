@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from dflash_core.checks import check_schedule
-from dflash_core.config import PipelineConfig
+from dflash_core.config import PipelineConfig, digest_of
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint, shape_differences, start_from_target
 from dflash_core.errors import CheckpointError, WarmUpError
 from dflash_core.feed import LiveSamples, Loader, Row, RowSource, ShardRows, loaders_of, steps_available, target_loaders
@@ -35,10 +35,12 @@ from dflash_core.training.compile_cache import found_graphs, with_compile_cache
 from dflash_core.training.evaluator import Evaluation, Evaluator, Judge
 from dflash_core.training.guard import compiled_graphs, prepare_for_threads
 from dflash_core.training.memory import memory_in_use, prefer_expandable_segments
+from dflash_core.training.ranks import Ranks, check_launcher, this_rank
 from dflash_core.training.replica import Replica, compute_dtype
 from dflash_core.training.sync import GradientSync, compare, connect, in_threads
 
 OPERATIONAL = {
+    "launcher",
     "feed",
     "target_devices",
     "cuda_graphs",
@@ -116,6 +118,7 @@ class TrainingSession:
     loaders:  who makes the rows: of shards, or with warmed targets
     settings: what a checkpoint must have in common with the run that resumes from it
     state:    where the run stands before its first step here
+    replicas: of this process: all, or under torchrun the one of its rank
     """
 
     config: PipelineConfig
@@ -128,11 +131,17 @@ class TrainingSession:
     syncs: list[GradientSync]
     total_steps: int
     threads_per_replica: int
+    ranks: Ranks | None = None
     evaluator: Evaluator | None = None
     first_evaluation: Evaluation | None = None  # of the weights that training goes on from
     spent: bool = False
 
     _sessions: ClassVar[dict[tuple[str, str], TrainingSession]] = {}  # process-local by design
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process holds replica 0, and so writes checkpoints, metrics and results."""
+        return self.replicas[0].index == 0
 
     @classmethod
     def get(cls, run_id: str, config: PipelineConfig) -> TrainingSession | None:
@@ -174,6 +183,7 @@ def warm_up(
         CheckpointError: the checkpoint in ``folder`` belongs to other settings, or all are damaged.
     """
     require_main_thread("Warm-up")
+    check_launcher(config)
     tap_layers = DFlashConfig.from_target(info, config.drafter).tap_layers
     settings = {**config_settings(config), "digest of the target": info.digest}
     if isinstance(dataset, ShardDataset):
@@ -181,7 +191,9 @@ def warm_up(
         loaders = loaders_of(ShardRows(dataset, config.training, config.run.seed, last_hidden=config.objective.distillation.weight > 0))
         settings["digest of the shards"] = dataset.digest
     else:
-        loaders = target_loaders(dataset, config, tap_layers)
+        ranks = this_rank()
+        targets = config.target_devices if ranks is None else config.target_devices[ranks.rank :: ranks.size]
+        loaders = target_loaders(dataset, config, tap_layers, targets)
         settings["digest of the samples that the target is run over"] = dataset.samples.digest
     return warm_up_source(config, run_id=run_id, loaders=loaders, settings=settings, info=info, vocabulary=vocabulary, folder=folder, judge=judge)
 
@@ -197,7 +209,13 @@ def warm_up_source(
     folder: Path,
     judge: Callable[[], Judge] | None = None,
 ) -> WarmUpReport:
-    """``warm_up`` for rows of any source. ``settings`` are the fields that a resumed run must have in common with its checkpoint."""
+    """``warm_up`` for rows of any source. ``settings`` are the fields that a resumed run must have in common with its checkpoint.
+
+    Raises also:
+        TrainingError: the processes of a run under torchrun have different settings, or one has gone.
+    """
+    check_launcher(config)
+    ranks = this_rank()
     require_main_thread("Warm-up")
     started = time.monotonic()
     prepare_for_threads()
@@ -208,15 +226,22 @@ def warm_up_source(
     source = loaders[0].source
     total_steps = count_steps(config, source)
     settings = {**settings, "optimiser steps of the run (training.max_steps, or what training.epochs hold)": total_steps}
+    if ranks is not None:
+        ranks.agree("settings", digest_of(settings))  # and none looks for a checkpoint before the first rank has cleaned up
     checkpoint = newest_training_checkpoint(folder / "checkpoints", settings)
     state = checkpoint.state if checkpoint else TrainingState()
-    threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else torch.get_num_threads()
+    here = range(len(devices)) if ranks is None else range(ranks.rank, ranks.rank + 1)
+    threads = max(1, torch.get_num_threads() // len(here)) if devices[0].type == "cpu" else torch.get_num_threads()
     rows = [source.row(i) for i in range(config.training.rows_per_microstep)]
-    build = partial(_build, config, drafter_config, info, vocabulary, devices, rows, checkpoint)
+    build = partial(_build, config, drafter_config, info, vocabulary, {index: devices[index] for index in here}, rows, checkpoint)
     with intra_op_threads(threads):
         compiles = devices[0].type == "cuda" or config.training.compile == "on"
         replicas, reports = with_compile_cache(devices, build) if compiles else build()
-        syncs = connect(devices, config.training.stall_timeout_s, config.training.sync)
+        if ranks is None:
+            syncs = connect(devices, config.training.stall_timeout_s, config.training.sync)
+        else:
+            ranks.agree("step to go on from", str(state.step))  # waits until all are warm, which no collective could
+            syncs = [ranks.connect(devices[ranks.rank], config.training.stall_timeout_s)]
         rehearse(replicas, syncs)
         for row in rows:
             if row.give_back is not None:
@@ -224,7 +249,7 @@ def warm_up_source(
         del checkpoint, build, rows
         gc.collect()
         evaluator = first = of_evaluator = None
-        if judge is not None and config.training.evaluation.every_steps:
+        if judge is not None and config.training.evaluation.every_steps and replicas[0].index == 0:
             before, graphs = memory_in_use(torch.device(config.training.evaluation_device)), compiled_graphs()
             evaluator = Evaluator(judge(), replicas[0], drafter_config, folder)
             first = evaluator.warm_up(state.step)
@@ -233,7 +258,7 @@ def warm_up_source(
                 first.figures["acceptance_length"],
             )  # fmt: skip
     TrainingSession(
-        config, run_id, folder, list(loaders), settings, state, replicas, syncs, total_steps, threads, evaluator, first,
+        config, run_id, folder, list(loaders), settings, state, replicas, syncs, total_steps, threads, ranks, evaluator, first,
     ).register()  # fmt: skip
     return WarmUpReport(
         run_id, config.digest, time.monotonic() - started, tuple(reports), state.step, total_steps, drafter_config.num_parameters(), of_evaluator,
@@ -241,14 +266,14 @@ def warm_up_source(
 
 
 def _build(
-    config: PipelineConfig, drafter_config: DFlashConfig, info: TargetInfo, vocabulary: TargetVocabulary, devices: Sequence[torch.device],
-    rows: Sequence[Row], checkpoint: TrainingCheckpoint | None,
+    config: PipelineConfig, drafter_config: DFlashConfig, info: TargetInfo, vocabulary: TargetVocabulary,
+    devices: Mapping[int, torch.device], rows: Sequence[Row], checkpoint: TrainingCheckpoint | None,
 ) -> tuple[list[Replica], list[DeviceWarmUp]]:  # fmt: skip
-    """Replicas with their weights, warmed up one after the other."""
+    """Replicas, by index, with their weights, warmed up one after the other."""
     replicas, reports = [], []
     vocabularies: dict[torch.device, TargetVocabulary] = {}
     start = initial_drafter(config, drafter_config, info).state_dict() if checkpoint is None else checkpoint.weights
-    for index, device in enumerate(devices):
+    for index, device in devices.items():
         before, graphs, found, watch = memory_in_use(device), compiled_graphs(), found_graphs(), time.monotonic()
         if device not in vocabularies:
             vocabularies[device] = _vocabulary_on(vocabulary, info, device, config.training.precision)
@@ -270,8 +295,8 @@ def rehearse(replicas: Sequence[Replica], syncs: Sequence[GradientSync]) -> None
     Collectives need all ranks at once, so this takes threads; nothing in them compiles, and they have ended when this returns.
     """
 
-    def meet(rank: int) -> None:
-        replica, sync = replicas[rank], syncs[rank]
+    def meet(number: int) -> None:
+        replica, sync = replicas[number], syncs[number]
         with replica.on_device():
             sync.sum_gradients(replica)
             sync.share_weights(replica)

@@ -128,6 +128,20 @@ class ShardedSync(GradientSync):
         return buffer_P.view(self.size, -1)[self.rank]
 
 
+class ProcessSync(GradientSync):
+    """Between processes, which may end in the middle of a sum: where the transport notices, that is told in words."""
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """See ``GradientSync``. Raises ``TrainingError`` if another process has gone."""
+        try:
+            super().all_reduce(buffer)
+        except RuntimeError as error:
+            raise TrainingError(
+                "Another process of this training has ended in the middle of a step: it was killed, or it has failed and says why by itself. "
+                f"Start again to go on from the last checkpoint. ({str(error).partition(chr(10))[0]})"
+            ) from error
+
+
 def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_reduce") -> list[GradientSync]:
     """A ``GradientSync`` for each device, all ranks in this process.
 
@@ -146,21 +160,38 @@ def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_
     if devices[0].type == "cuda" and len(set(devices)) == 1:
         board: list[Shown | None] = [None] * size
         return [end(rank, size, meeting, DeviceSum(rank, meeting, board)) for rank in range(size)]
-    make = _nccl if devices[0].type == "cuda" else _gloo
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def join(rank: int) -> GradientSync:
         try:
-            if devices[rank].type == "cuda":
-                torch.cuda.set_device(devices[rank])
-            sync = end(rank, size, meeting, make(store, rank, size, timedelta(seconds=timeout_s)))
-            sync.all_reduce(torch.zeros(1, device=devices[rank]))  # NCCL opens its channels with the first call
+            return join_group(store, rank, size, devices[rank], meeting, timedelta(seconds=timeout_s), "127.0.0.1", end)
         except BaseException:
             meeting.abort()
             raise
-        return sync
 
     return in_threads(size, join, "connect")
+
+
+def join_group(
+    store: Any, rank: int, size: int, device: torch.device, meeting: Meeting, timeout: timedelta, host: str | None,
+    end: type[GradientSync] = GradientSync,
+) -> GradientSync:  # fmt: skip
+    """One rank's end of a group that is made through a store, for ranks in threads or processes. Waits for all ranks.
+
+    Args:
+        meeting: of the ranks of this process
+        host:    where Gloo listens; None: wherever the name of this machine leads to
+    """
+    if size == 1:
+        return end(rank, size, meeting, None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        group = _nccl(store, rank, size, timeout)
+    else:
+        group = _gloo(store, rank, size, timeout, host)
+    sync = end(rank, size, meeting, group)
+    sync.all_reduce(torch.zeros(1, device=device))  # NCCL opens its channels with the first call
+    return sync
 
 
 def in_threads(size: int, work: Callable[[int], Result], name: str) -> list[Result]:
@@ -185,9 +216,9 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupNCCL(dist.PrefixStore("dflash", store), rank, size, options)  # type: ignore[attr-defined]
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host) if host else dist.ProcessGroupGloo.create_default_device()]
     options._timeout = timeout
     return dist.ProcessGroupGloo(dist.PrefixStore("dflash", store), rank, size, options)  # type: ignore[attr-defined]
 

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from dflash_core.config import PipelineConfig
 from dflash_core.errors import TrainingError
-from dflash_core.feed import Feed, LiveSamples
+from dflash_core.feed import Feed, LiveSamples, TargetRows
 from dflash_core.shards import ShardDataset
 from dflash_core.stages import MetricSink, Progress, atomic_write, no_metrics, no_progress, write_json_atomic
 from dflash_core.target import TargetInfo, TargetVocabulary
@@ -39,7 +39,7 @@ from dflash_core.training.evaluation_thread import EvaluationThread
 from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.memory import watches
-from dflash_core.training.metrics import MetricLog, bottleneck_in_words
+from dflash_core.training.metrics import MetricLog, NoLog, bottleneck_in_words
 from dflash_core.training.replica import gather
 from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread, warm_up
 from dflash_core.training.worker import Shared, Worker, describe_nonfinite
@@ -102,15 +102,17 @@ class DrafterTrainer:
         session, training = self.session, self.session.config.training
         session.take()
         session.folder.mkdir(parents=True, exist_ok=True)
-        targets = (torch.device(device) for device in session.config.target_devices)
+        targets = {loader.source.device for loader in session.loaders if isinstance(loader.source, TargetRows)}
         memory = watches([replica.device for replica in session.replicas], targets, training.strict_memory)
-        log = MetricLog(
+        log = NoLog() if not session.writes else MetricLog(
             session.folder / "metrics.jsonl", on_metrics, log_every=training.log_every,
             tokens_per_step=session.config.rows_per_step * training.row_length,
             memory=memory, resumed_step=session.state.step,
         )  # fmt: skip
         with intra_op_threads(session.threads_per_replica), CompileGuard() as guard, self._feed(guard) as feed:
             shared = Shared(session, feed, guard, memory, stop, self._save)
+            if session.ranks is not None:
+                session.ranks.on_loss = shared.lose
             state = _Supervisor(shared, log, progress).run()
         return self._finish(state, log)
 
@@ -124,8 +126,9 @@ class DrafterTrainer:
                 yield
 
         return Feed(
-            session.loaders, replicas=len(session.replicas), rows_per_microstep=training.rows_per_microstep, queue_rows=training.queue_rows,
-            start_ordinal=session.state.next_ordinal, stop_ordinal=session.total_steps * session.config.rows_per_step, within=within,
+            session.loaders, replicas=len(training.devices), rows_per_microstep=training.rows_per_microstep, queue_rows=training.queue_rows,
+            start_ordinal=session.state.next_ordinal, stop_ordinal=session.total_steps * session.config.rows_per_step,
+            only=None if session.ranks is None else session.ranks.rank, within=within,
         )  # fmt: skip
 
     def _save(self, checkpoint: TrainingCheckpoint) -> None:
@@ -133,11 +136,11 @@ class DrafterTrainer:
         folder = save_training_checkpoint(session.folder / "checkpoints", checkpoint, session.settings, session.config.training.keep_checkpoints)
         logger.info("Checkpoint of step %d: %s", checkpoint.state.step, folder)
 
-    def _finish(self, state: TrainingState, log: MetricLog) -> TrainingResult:
+    def _finish(self, state: TrainingState, log: MetricLog | NoLog) -> TrainingResult:
         session = self.session
         finished = state.step == session.total_steps
         weights = session.folder / "final" / "model.safetensors"
-        if finished:
+        if finished and session.writes:
             with atomic_write(weights) as temporary:
                 save_file(gather(session.replicas)[0], temporary)
         best = session.evaluator.best if session.evaluator is not None else None
@@ -148,7 +151,7 @@ class DrafterTrainer:
             finished, state.step, session.total_steps, state.skipped, state.slots, round(state.seconds, 3),
             dict(log.last), kept if finished else None, best,
         )  # fmt: skip
-        if finished:
+        if finished and session.writes:
             facts = dataclasses.asdict(result) | {"weights": "final/model.safetensors"}
             write_json_atomic(session.folder / "training.json", facts)
         return result
@@ -170,7 +173,7 @@ def train(
 class _Supervisor:
     """Starts the workers and the evaluator and waits for them, on the main thread."""
 
-    def __init__(self, shared: Shared, log: MetricLog, progress: Progress):
+    def __init__(self, shared: Shared, log: MetricLog | NoLog, progress: Progress):
         self._shared = shared
         self._log = log
         self._progress = progress
@@ -197,6 +200,8 @@ class _Supervisor:
                 logger.warning("Stopping without a checkpoint of the last steps, since %s.", self._who_waits_for_what())
                 self._shared.abort()
                 self._wait(_ABORT_GRACE_S)
+            elif self._shared.failures:
+                logger.warning("Stopping without a checkpoint of the last steps: %s", self._shared.failures[0])
             raise
         if self._shared.failures:
             raise self._shared.failures[0]

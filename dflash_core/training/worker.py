@@ -111,6 +111,11 @@ class Shared:
         """Something has moved: the run has not stalled."""
         self.last_progress = time.monotonic()
 
+    def lose(self, error: BaseException) -> None:
+        """End the run because another process of it has gone."""
+        self.fail(error, "Noticed between steps.")
+        self.wake.set()
+
     def wait_for_records(self) -> None:
         """Return once the main thread has recorded every step so far, so that a checkpoint never knows of steps that the metrics do not.
 
@@ -138,7 +143,7 @@ class Worker:
         self.beacon = Beacon()
         self.future: Future[TrainingState] = Future()
         self._training = shared.session.config.training
-        self._memory = shared.memory[replica.index]
+        self._memory = shared.memory[shared.session.replicas.index(replica)]
         self._state = shared.session.state
         self._pending: deque[tuple[int, Callable[[], StepTotals], float, float, Sequence[Span]]] = deque()
         self._mark = time.monotonic()  # when the last step had finished, or the first one began
@@ -180,7 +185,7 @@ class Worker:
             due = finished % training.checkpoint_every == 0 or finished == session.total_steps
             comparing = finished % training.compare_replicas_every == 0
             self._read_totals(0 if due or comparing or self._stopping else lag)
-            if comparing and len(session.replicas) > 1:
+            if comparing and self.sync.size > 1:
                 self.beacon(f"compares replicas after step {finished}")
                 compare(self.sync, self.replica.checksums(), self.replica.describe_checksum, finished)
             if due:
