@@ -112,6 +112,7 @@ class DrafterTrainer:
         with intra_op_threads(session.threads_per_replica), CompileGuard() as guard, self._feed(guard) as feed:
             shared = Shared(session, feed, guard, memory, stop, self._save)
             if session.ranks is not None:
+                session.ranks.agree("first step", str(session.state.step))  # the first rank may have had an evaluator to warm up
                 session.ranks.on_loss = shared.lose
             state = _Supervisor(shared, log, progress).run()
         return self._finish(state, log)
