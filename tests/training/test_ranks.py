@@ -1,0 +1,167 @@
+"""One process for each replica: the outcome of threads, and what becomes of the others when one is killed, fails or falls silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dflash_core.config import load_config
+from dflash_core.errors import ConfigError, TrainingError
+from dflash_core.pipeline import run_stage
+from dflash_core.plan import Plan
+from dflash_core.training import check_launcher, ranks
+from dflash_core.training.ranks import Ranks
+from tests.tiny_run import ON_DISK, write_tiny_run
+from tests.training.small import losses
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ["--set", "training.launcher=torchrun"]
+BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "LOCAL_RANK": "0"}
+TWO = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose stages are done up to the training in threads."""
+    path = write_tiny_run(tmp_path_factory.mktemp("run"))
+    for name in ON_DISK[: ON_DISK.index("train") + 1]:
+        run_stage(plan_of(path), name)
+    return path
+
+
+def plan_of(config: Path, *changes: str) -> Plan:
+    return Plan(load_config(config, changes), str(config))
+
+
+def elsewhere(config: Path, workspace: Path) -> list[str]:
+    """The words for a run in a workspace of its own, in which everything before the training is done."""
+    shutil.copytree(config.parent / "workspace", workspace, ignore=shutil.ignore_patterns("train-*", "runs"))
+    return ["train", str(config), *TORCHRUN, "--set", f"run.workspace={workspace}"]
+
+
+def outcome(config: Path, workspace: Path | None = None) -> tuple[list[float], bytes]:
+    folder = plan_of(config, *([f"run.workspace={workspace}"] if workspace else [])).folder("train")
+    return losses(folder), (folder / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def killed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, list[str]]:
+    """What torchrun comes to whose rank 1 is killed in its sixth step, the workspace, and the words of the command."""
+    workspace = tmp_path_factory.mktemp("killed") / "workspace"
+    words = elsewhere(config, workspace)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.rank_child"]
+    return subprocess.run(
+        [*command, "kill", "6", *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+    ), workspace, words  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def said(config: Path, killed: tuple[object, Path, list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
+    """Exit statuses and outputs of two ranks that are left alone, that go on where one was killed, and of which one fails."""
+    folder = tmp_path_factory.mktemp("said")
+    words = {"calm": elsewhere(config, folder / "calm-workspace"), "resumed": killed[2], "failed": elsewhere(config, folder / "failed-workspace")}
+    cases = [(str(folder / name), "fail" if name == "failed" else "neither", 3, words[name]) for name in words]
+    code = f"from tests.training.rank_child import start_all; start_all({cases!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return {
+        name: (json.loads((folder / name / "statuses.json").read_text()), [(folder / name / f"{rank}.txt").read_text() for rank in range(2)])
+        for name in words
+    }
+
+
+def test_two_processes_end_in_the_losses_and_weights_of_two_threads_bit_for_bit(
+    config: Path, said: dict[str, tuple[list[int], list[str]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    statuses, outputs = said["calm"]
+    assert statuses == [0, 0], outputs
+    assert outcome(config, tmp_path_factory.getbasetemp() / "said0" / "calm-workspace") == outcome(config)
+    assert "train: " in outputs[0]
+    assert outputs[1] == ""  # the first rank alone writes and tells
+
+
+def test_when_a_rank_is_killed_torchrun_ends_the_others_and_the_same_command_goes_on_to_the_same_weights(
+    config: Path, killed: tuple[subprocess.CompletedProcess[str], Path, list[str]], said: dict[str, tuple[list[int], list[str]]]
+) -> None:
+    ended, workspace, _ = killed
+    assert ended.returncode != 0
+    assert "Signal 9 (SIGKILL)" in ended.stderr  # torchrun's own
+    assert "Another process of this training has ended" in ended.stderr or "Rank 0: Interrupted. The same command goes on" in ended.stderr
+    assert "train: " not in ended.stdout.replace("train: 1/12", "")
+    statuses, outputs = said["resumed"]
+    assert statuses == [0, 0], outputs
+    assert "step 1 " not in outputs[0]  # it went on from a checkpoint
+    assert outcome(config, workspace) == outcome(config)
+
+
+def test_a_rank_that_fails_ends_the_others_which_say_what_has_happened(said: dict[str, tuple[list[int], list[str]]]) -> None:
+    statuses, (zero, one) = said["failed"]
+    assert statuses == [1, 1], (zero, one)
+    assert "Rank 1: OSError: the host is on fire" in one
+    assert "Another process of this training has ended in the middle of a step" in zero or "has failed: OSError: the host is on fire" in zero
+
+
+def test_processes_notice_who_falls_silent_and_who_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_BEAT_S", 0.02)
+    monkeypatch.setattr(ranks, "_SILENCE_S", 0.5)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    zero, one, two = (Ranks(store, rank, 3, rank, 3) for rank in range(3))
+    lost: list[TrainingError] = []
+    heard = threading.Event()
+    zero.on_loss = lambda error: (lost.append(error), heard.set())  # type: ignore[func-returns-value]
+    two.leave()  # done, and silent by right
+    assert not heard.wait(1.0)
+    one._left.set()  # as if killed
+    assert heard.wait(10)
+    assert "rank 1 (process " in str(lost[0])
+    assert "has not been heard of for" in str(lost[0])
+    with pytest.raises(TrainingError, match="Start again to go on from the last checkpoint"):
+        zero.wait_for("what rank 1 will never say", 1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    zero, one = (Ranks(store, rank, 2, rank, 2) for rank in range(2))
+    one.leave("OSError: the host is on fire")
+    with pytest.raises(TrainingError, match=r"rank 1 \(process \d+ on .*\) has failed: OSError: the host is on fire"):
+        zero.wait_for("anything", 1)
+
+
+def test_processes_with_other_settings_are_named_with_both_values() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    zero, one = (Ranks(store, rank, 2, rank, 2) for rank in range(2))
+    one.announce("settings", "abc")
+    with pytest.raises(TrainingError, match=r"settings: rank 0 has xyz and rank 1 has abc. All processes need the same configuration"):
+        zero.agree("settings", "xyz")
+    for rank in (zero, one):
+        rank.leave()
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "problem"),
+    [
+        ([], TWO, "training.launcher = 'threads': torchrun has started this process"),
+        (["launcher=torchrun"], {}, "training.launcher = 'torchrun': torchrun has not started this process. Start `torchrun --nproc-per-node 2"),
+        (["launcher=torchrun"], {"WORLD_SIZE": "4"}, r"training.devices = \['cpu', 'cpu'\]: torchrun has started 4 processes"),
+        (["launcher=torchrun", "devices=['cuda:0', 'cuda:0']"], TWO, "processes of one host would share a GPU"),
+    ],
+)  # fmt: skip
+def test_a_launcher_that_is_not_the_configured_one_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], environment: dict[str, str], problem: str
+) -> None:
+    for name, value in ({**BY_TORCHRUN, **environment} if environment else {}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=problem):
+        check_launcher(load_config(config, [f"training.{change}" for change in changes]), str(config))
+
+
+def test_two_hosts_may_have_gpus_of_the_same_names(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**BY_TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    check_launcher(load_config(config, ["training.launcher=torchrun", "training.devices=['cuda:0', 'cuda:0']"]))
