@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -72,9 +73,22 @@ class Ranks:
                 )
 
     def connect(self, device: torch.device, timeout_s: float) -> GradientSync:
-        """This rank's end of the sums over all processes. Waits for the others."""
+        """This rank's end of the sums over all processes. Waits for the others; in a thread, since nothing else can end that waiting."""
         host = "127.0.0.1" if len(self.local) == self.size else None
-        return join_group(self._store, self.rank, self.size, device, Meeting(1), timedelta(seconds=timeout_s), host, ProcessSync)
+        group: Future[GradientSync] = Future()
+
+        def join() -> None:
+            try:
+                timeout = timedelta(seconds=timeout_s)
+                group.set_result(join_group(self._store, self.rank, self.size, device, Meeting(1), timeout, host, ProcessSync))
+            except BaseException as error:
+                group.set_exception(error)
+
+        threading.Thread(target=join, name="connect", daemon=True).start()
+        while not group.done():
+            self.check()
+            time.sleep(_LOOK_EVERY_S / 4)
+        return group.result()
 
     def check(self) -> None:
         """Raises ``TrainingError`` once a process has gone."""
@@ -135,7 +149,9 @@ def this_rank() -> Ranks | None:
     if not under_torchrun():
         return None
     store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(minutes=5))))
-    return Ranks(dist.PrefixStore("dflash-run", store), rank, size, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may outlive processes that torchrun starts again
+    store = dist.PrefixStore(f"dflash-run-{attempt}", store)  # type: ignore[attr-defined]
+    return Ranks(store, rank, size, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def check_launcher(config: PipelineConfig, source: str = "config") -> None:

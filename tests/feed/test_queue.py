@@ -229,3 +229,15 @@ def eventually(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.002)
     return True
+
+
+@pytest.mark.parametrize(("R", "b"), [(2, 1), (3, 2)])
+def test_feeds_of_single_replicas_load_the_rows_that_one_feed_would_give_them(R: int, b: int) -> None:
+    for replica in range(R):
+        source = Numbers()
+        with Feed(
+            loaders_of(source), replicas=R, rows_per_microstep=b, queue_rows=b, start_ordinal=2 * R * b, stop_ordinal=6 * R * b, only=replica
+        ) as feed:
+            taken = [row.ordinal for microstep in range(2, 6) for row in feed.take(replica, microstep)]
+        assert taken == [(microstep * R + replica) * b + j for microstep in range(2, 6) for j in range(b)]
+        assert sorted(source.made) == taken

@@ -57,10 +57,10 @@ def killed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subp
     """What torchrun comes to whose rank 1 is killed in its sixth step, the workspace, and the words of the command."""
     workspace = tmp_path_factory.mktemp("killed") / "workspace"
     words = elsewhere(config, workspace)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.rank_child"]
-    return subprocess.run(
-        [*command, "kill", "6", *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
-    ), workspace, words  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.rank_child"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*torchrun, "kill", "6", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return ended, workspace, words
 
 
 @pytest.fixture(scope="module")
