@@ -18,6 +18,7 @@ import gc
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,7 +34,7 @@ from dflash_core.feed import Batch, Loader, Row, build_row, collate, loaders_of,
 from dflash_core.feed.source import row_generator
 from dflash_core.shards.reader import ShardSample
 from dflash_core.target import TargetInfo, TargetVocabulary
-from dflash_core.training import DrafterTrainer, GradientSync, TrainingResult, TrainingSession, TrainingState, WarmUpReport, read_metrics
+from dflash_core.training import DrafterTrainer, GradientSync, Judge, TrainingResult, TrainingSession, TrainingState, WarmUpReport, read_metrics
 from dflash_core.training.meeting import Meeting
 from dflash_core.training.session import config_settings, rehearse, warm_up_source
 
@@ -96,11 +97,15 @@ class StaggeredRows(PackedRows):
 
 
 class TrainingRun:
-    """The product's warm-up and training on packed rows, for ``steps`` steps, in a folder that does not stay. ``loaders`` make other rows."""
+    """The product's warm-up and training on packed rows, for ``steps`` steps, in a folder that does not stay.
+
+    ``loaders`` make other rows; ``judge`` evaluates as ``evaluation`` in the training's settings says.
+    """
 
     def __init__(
-        self, shape: Shape, devices: list[str], steps: int, *, source: PackedRows | None = None, loaders: list[Loader] | None = None, **training: Any
-    ):
+        self, shape: Shape, devices: list[str], steps: int, *, source: PackedRows | None = None, loaders: list[Loader] | None = None,
+        judge: Callable[[PipelineConfig], Judge] | None = None, **training: Any,
+    ):  # fmt: skip
         self.shape, self.devices, self._steps, self._training = shape, devices, steps, training
         info = target_info(shape)
         self.config = training_config(shape, devices, steps, **training)
@@ -114,13 +119,16 @@ class TrainingRun:
             self.report: WarmUpReport = warm_up_source(
                 self.config, run_id="benchmark", loaders=loaders or loaders_of(self._source), settings=config_settings(self.config), info=info,
                 vocabulary=_vocabulary(shape, info, torch.device(devices[0])), folder=self.folder,
+                judge=None if judge is None else lambda: judge(self.config),
             )  # fmt: skip
         session = TrainingSession.get("benchmark", self.config)
         assert session is not None
         self.session: TrainingSession = session
         self._trained = 0
 
-    def train(self, steps: int | None = None, replicas: int | None = None, loaders: list[Loader] | None = None) -> TrainingResult:
+    def train(
+        self, steps: int | None = None, replicas: int | None = None, loaders: list[Loader] | None = None, *, evaluate: bool = True
+    ) -> TrainingResult:
         """From the first row on, all steps by default, with all replicas or the first ones, on the rows of some loaders or those of warm-up.
 
         Raises what the trainer raises.
@@ -134,8 +142,9 @@ class TrainingRun:
             self.session, config=training_config(self.shape, self.devices[:some], self._steps, **self._training),
             folder=self.folder / f"training-{number}", state=TrainingState(), total_steps=steps or self._steps,
             replicas=self.session.replicas[:some], syncs=syncs, spent=False, loaders=loaders or self.session.loaders,
+            evaluator=self.session.evaluator if evaluate else None,
         )  # fmt: skip
-        self._records = session.folder / "metrics.jsonl"
+        self.records_path = session.folder / "metrics.jsonl"
         nothing = mock.Mock(return_value=({}, {}, {}))
         with mock.patch("dflash_core.training.worker.gather", nothing), mock.patch("dflash_core.training.trainer.gather", nothing):
             return DrafterTrainer(session).run()
@@ -167,7 +176,7 @@ class TrainingRun:
     @property
     def records(self) -> list[dict[str, float]]:
         """Metrics of every step of the last training."""
-        return read_metrics(self._records)
+        return read_metrics(self.records_path)
 
     def seconds_of_a_step(self, skip: int = 5) -> float:
         """Median over the steps after the first ``skip``."""
