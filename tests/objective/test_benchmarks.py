@@ -60,6 +60,16 @@ def test_the_engine_is_measured_at_a_tiny_size_by_the_commands_that_a_gpu_gets(t
     assert records["flatness.retries"]["samples"] == 7  # of 12 steps, the first 5 do not count
 
 
+def test_an_evaluator_beside_training_is_measured_at_a_tiny_size(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = ["--shape", "tiny", "--device", "cpu", "--steps", "8", "--tokens", "2", "--results", str(results), "--commit", "abc"]
+    run(f"from benchmarks.evaluator import main\nassert main({words!r}) == 0")
+    records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
+    assert set(records) == {"evaluator.step_ratio", "evaluator.seconds"}
+    assert records["evaluator.step_ratio"]["detail"]["late_compiles"] == 0
+    assert records["evaluator.seconds"]["samples"] >= 1
+
+
 def test_flops_of_a_step_are_those_of_the_issue():
     from benchmarks.common import SHAPES
 
