@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from dflash_core.target.attention import Documents, packed_attention
+
+_JOINT = "_joint_projections"
 
 
 class FusedRMSNorm(nn.Module):
@@ -57,14 +60,18 @@ class FusedAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.head_dim, self.options = attention.head_dim, options
+        self.joint: tuple[torch.Tensor, torch.Tensor | None] | None = getattr(attention, _JOINT, None)
 
     def forward(
         self, hidden_states: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], documents: Documents, **_: Any
     ) -> tuple[torch.Tensor, None]:
         cos_TD, sin_TD = (angles[0].contiguous() for angles in position_embeddings)
-        q_TND, k_TND, v_TND = (
-            projection(hidden_states)[0].unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        if self.joint is None:
+            parts = [projection(hidden_states)[0] for projection in projections]
+        else:
+            parts = functional.linear(hidden_states, *self.joint)[0].split([projection.out_features for projection in projections], dim=-1)
+        q_TND, k_TND, v_TND = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         self._turn(q_TND, cos_TD, sin_TD, self.q_norm)
         self._turn(k_TND, cos_TD, sin_TD, self.k_norm)
         q, k, v = (x_TND.transpose(0, 1)[None] for x_TND in (q_TND, k_TND, v_TND))
@@ -79,6 +86,31 @@ class FusedAttention(nn.Module):
             norm_rope_triton_(x_TND, cos_TD, sin_TD, None)
         else:
             norm_rope_triton_(x_TND, cos_TD, sin_TD, norm.weight, norm.eps, offset=norm.offset, round_first=norm.round_first)
+
+
+@torch.no_grad()
+def join_projections(layers: nn.ModuleList) -> None:
+    """Let the weights of queries, keys and values lie side by side in memory, so that one product can stand for three.
+
+    They stay what they are to everybody else: views of the joint one. Done before anybody has taken their addresses, into a CUDA graph for instance.
+    """
+    for attention in (module for module in layers.modules() if hasattr(module, "q_proj")):
+        parts = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+        if not all(type(part) is nn.Linear and part.weight.is_floating_point() for part in parts):  # a quantised one is of another class
+            continue
+        weight = _join([part.weight for part in parts])  # type: ignore[union-attr]
+        biases = [part.bias for part in parts]  # type: ignore[union-attr]
+        if all(bias is None for bias in biases):
+            setattr(attention, _JOINT, (weight, None))
+        elif all(bias is not None for bias in biases):
+            setattr(attention, _JOINT, (weight, _join(biases)))
+
+
+def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
+    joint = torch.cat(list(parameters))
+    for parameter, part in zip(parameters, joint.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return joint
 
 
 def fused(module: nn.Module) -> nn.Module | None:

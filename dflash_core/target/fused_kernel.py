@@ -34,14 +34,14 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_rope_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, rows, heads, eps, offset,
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, rows, heads, stride, eps, offset,
     ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     dtype = x_ptr.dtype.element_ty
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = (r < rows)[:, None]
     c = tl.arange(0, HALF)
-    low = r[:, None] * (2 * HALF) + c[None, :]
+    low = (r // heads * stride + r % heads * (2 * HALF))[:, None] + c[None, :]
     angle = (r // heads)[:, None] * (2 * HALF) + c[None, :]
     x = tl.load(x_ptr + low, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(x_ptr + low + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -87,11 +87,14 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, *, offset: float, rou
 def norm_rope_triton_(
     x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, weight: Tensor | None, eps: float = 0.0, *, offset: float = 0.0, round_first: bool = True
 ) -> Tensor:
-    """Turn heads [T, N, D] by the angles of their tokens, in place, after an RMSNorm over D as ``rms_norm_triton`` does it if there is a weight."""
+    """Turn heads [T, N, D] by the angles of their tokens, in place, after an RMSNorm over D as ``rms_norm_triton`` does it if there is a weight.
+
+    The heads of a token lie side by side; tokens may lie further apart.
+    """
     tokens, heads, size = x_TND.shape
     rows, rows_each = tokens * heads, max(1, ELEMENTS // size)
     _norm_rope_kernel[(-(-rows // rows_each),)](
-        x_TND, cos_TD if weight is None else weight, cos_TD, sin_TD, rows, heads, eps, offset,
+        x_TND, cos_TD if weight is None else weight, cos_TD, sin_TD, rows, heads, x_TND.stride(0), eps, offset,
         ROWS=rows_each, HALF=size // 2, NORM=weight is not None, ROUND_FIRST=round_first, num_warps=4,
     )  # fmt: skip
     return x_TND

@@ -24,6 +24,7 @@ from dflash_core.data.types import Response
 from dflash_core.errors import TargetError
 from dflash_core.stages import Progress, no_progress
 from dflash_core.target.attention import Documents
+from dflash_core.target.fused import join_projections
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
 from dflash_core.target.packed import PackedDecoder, can_pack
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
@@ -54,6 +55,8 @@ class TargetModel:
         config: Any = self._structure.decoder.config
         if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")  # SDPA has no soft-cap, and some versions of Transformers leave it out without a word (5.17)
+        if self._structure.embedding.weight.is_cuda and not hasattr(model, "hf_device_map"):
+            join_projections(self._structure.layers)
         self._taps = LayerTaps(self._structure.layers)
         self._truncated: dict[int, torch.nn.Module] = {}
         self._packed: dict[int, PackedDecoder] = {}

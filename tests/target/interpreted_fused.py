@@ -37,6 +37,8 @@ def check_attention(family: str) -> None:
     taps = LayerTaps(structure.layers)
     features = []
     for fusible in (False, True):
+        if fusible and family != "mistral":
+            fused.join_projections(structure.layers)
         fused._fusible = lambda module, fusible=fusible: fusible and not module._forward_hooks  # as on CUDA
         decoder = PackedDecoder(structure, 4)
         kinds = [type(layer.self_attn).__name__ for layer in decoder._decoder.layers]
@@ -44,6 +46,8 @@ def check_attention(family: str) -> None:
         with torch.no_grad(), taps.record((0, 3)) as outputs:
             decoder(documents)
         features.append(torch.cat([outputs[0], outputs[3]], dim=-1))
+        joint = [module.joint is not None for module in decoder._decoder.modules() if isinstance(module, fused.FusedAttention)]
+        assert all(joint) == (family != "mistral") or not joint
     torch.testing.assert_close(features[1], features[0], rtol=1e-4, atol=1e-4)
 
 

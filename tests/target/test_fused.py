@@ -33,15 +33,14 @@ def test_norms_and_turns_compile_for_hopper_with_wide_loads(size: int) -> None:
 
     from dflash_core.target.fused_kernel import ELEMENTS, _norm_rope_kernel, _rms_norm_kernel
 
-    numbers = {"rows": "i32", "width": "i32", "heads": "i32", "eps": "fp32", "offset": "fp32"}
+    numbers = {"rows": "i32", "width": "i32", "heads": "i32", "stride": "i32", "eps": "fp32", "offset": "fp32"}
     shared = {"ROWS": max(1, ELEMENTS // size), "ROUND_FIRST": True}
     kernel, own = (_rms_norm_kernel, {"WIDTH": size}) if size == 4096 else (_norm_rope_kernel, {"HALF": size // 2, "NORM": True})
     constants = shared | own
     signature = {name: "constexpr" if name in constants else numbers.get(name, "*bf16") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind == "*bf16"}
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs=constants, attrs=aligned | ({(4,): [["tt.divisibility", 16]]} if size == 4096 else {})
-    )
+    aligned[(4 if size == 4096 else 6,)] = [["tt.divisibility", 16]]  # the width of a row, the way from token to token
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8 if size == 4096 else 4})
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
