@@ -100,6 +100,16 @@ def test_wrong_calls_are_refused(target: TargetModel) -> None:
     assert target.generate([], _greedy()) == []
 
 
+@pytest.mark.parametrize("target", ["llama"], indirect=True)
+def test_more_rows_than_memory_holds_are_refused_with_the_settings_to_lower(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr("dflash_core.target.static.torch.zeros", full)
+    with pytest.raises(TargetError, match=r"batch_size = 5: .* max_new_tokens = 12 after prompts of up to 32 tokens"):
+        target.generate(PROMPTS, _greedy(batch_size=5))
+
+
 def _allowed(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     """Reference: ids and probabilities after temperature, top_k and top_p, likeliest first."""
     order = np.argsort(-logits, kind="stable")[: top_k or None]
