@@ -40,7 +40,7 @@ class EvaluationThread:
 
     def offer(self, step: int) -> None:
         """After a step, on the replica's stream: take a snapshot if one is due and the evaluator is free. Waits for nothing."""
-        if step % self._every:
+        if step % self._every or step == self._shared.session.total_steps:  # the last one is ``finish``'s
             return
         with self._changed:
             if self._step is None:
