@@ -82,9 +82,6 @@ def _devices(config: PipelineConfig) -> Iterator[Problem]:
     if training.cuda_graphs is True and not cuda:
         remedy = "Set training.cuda_graphs to auto, or name CUDA devices in training.devices"
         yield Problem("training.cuda_graphs", True, f"training.devices = {devices} has no CUDA device", remedy)
-    if training.strict_memory and training.evaluation.every_steps and training.evaluation_device in cuda:
-        message = f"{training.evaluation_device} also evaluates, and takes memory by the length of what is decoded"
-        yield Problem("training.strict_memory", True, message, "Set training.evaluation.device to another device, or strict_memory to false")
     if training.sync == "sharded" and training.optimizer == "muon":
         yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")
 
