@@ -70,6 +70,17 @@ def test_an_evaluator_beside_training_is_measured_at_a_tiny_size(tmp_path):
     assert records["evaluator.seconds"]["samples"] >= 1
 
 
+def test_extraction_and_the_reader_are_measured_at_a_tiny_size(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = ["--device", "cpu", "--results", str(results), "--commit", "abc", "--folder", str(tmp_path)]
+    reader = [*words, "--gigabytes", "0.01"]
+    run(f"from benchmarks import extract, reader\nassert extract.main({[*words, '--sections', 'tiny']!r}) == 0\nassert reader.main({reader!r}) == 0")
+    records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
+    names = {"extract.ceiling_share.tiny", "extract.tok_s.tiny", "extract.tok_s.tiny.passes", "extract.packed_error.tiny"}
+    assert {*names, "reader.gb_s", "reader.gb_s.first_epoch", "reader.copy_gb_s", "reader.checksum_gb_s"} <= set(records)
+    assert records["extract.packed_error.tiny"]["value"] < 0.02
+
+
 def test_flops_of_a_step_are_those_of_the_issue():
     from benchmarks.common import SHAPES
 

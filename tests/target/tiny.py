@@ -55,11 +55,18 @@ TEMPLATE = (
 )
 
 
+def tiny_config(family: str, **changes: Any) -> Any:
+    """The Transformers configuration of a family."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | HYBRID)[family], **changes})
+
+
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 model whose weights are such that its layers matter: generated tokens vary."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | HYBRID)[family], **changes})
+    config = tiny_config(family, **changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
