@@ -7,8 +7,9 @@ A norm or an MLP is only replaced if the fused one gives what it gives, on rando
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.nn import functional
 from dflash_core.target.attention import Documents, packed_attention
 
 _JOINT = "_joint_projections"
+
+logger = logging.getLogger(__name__)
 
 
 class FusedRMSNorm(nn.Module):
@@ -115,12 +118,20 @@ def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 def fused(module: nn.Module) -> nn.Module | None:
     """A fused module that gives what ``module`` gives; None where there is none, or it is not on CUDA, or others have hooks on it."""
-    return fused_norm(module) or fused_mlp(module) if _fusible(module) else None
+    return _tried(lambda: fused_norm(module) or fused_mlp(module), module) if _fusible(module) else None
 
 
 def with_fused_attention(module: nn.Module) -> nn.Module:
     """``module``, a copy that attends by ``packed_attention`` and whose norms are fused already, or in its place a fused one that gives the same."""
-    return fused_attention(module) or module if _fusible(module) else module
+    return _tried(lambda: fused_attention(module), module) or module if _fusible(module) else module
+
+
+def _tried(make: Callable[[], nn.Module | None], module: nn.Module) -> nn.Module | None:
+    try:
+        return make()
+    except Exception as error:  # a compiler that cannot make the kernel: slower is better than not at all
+        logger.warning("%s runs as it is, without a fused kernel: %s", type(module).__name__, str(error).partition("\n")[0])
+        return None
 
 
 def _fusible(module: nn.Module) -> bool:
