@@ -4,8 +4,8 @@
     python -m benchmarks.decode --untrained --device cpu --dtype float32 --batches 1 2 --count 2 --new 8
 
 Prompts are JSON lines with ``messages``; without a file, a few of our own. Under a minute and a half on one GPU. Both sides share the
-target's static cache, kernels and graphs. Each line's detail has milliseconds per round by stage, the acceptance length, and how many texts equal those
-without graphs.
+target's static cache, kernels and graphs. A line's detail has milliseconds of a round, and of a batch by stage, the acceptance length, and how many
+texts equal those without graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint
 from dflash_core.target import TargetModel, resolve_target
 
 OWN = (
-    "Write a Python function that returns the longest word of a sentence.", "Explain why the sky is blue.", "A train goes 60 km in 45 minutes. How fast?",
+    "Write a Python function that returns the longest word of a sentence.", "Explain why the sky is blue.", "How fast is 60 km in 45 minutes?",
     "Name three uses of a paper clip.", "Write a limerick about a lighthouse.", "What is the difference between a list and a tuple in Python?",
     "Tom has 3 boxes of 12 eggs and breaks 5. How many are left?", "Summarise the plot of Hamlet in three sentences.",
 )  # fmt: skip
