@@ -19,7 +19,9 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from dflash_core.checks import advice
 from dflash_core.config import PipelineConfig, load_config
@@ -143,10 +145,18 @@ class _Lines:
             print(f"  {self._stage}: {done}/{total or '?'} {unit}", flush=True)
 
 
-if __name__ == "__main__":
-    exit_status = main()
-    if under_torchrun():  # a thread that is left behind in a collective would keep the process
+def _exit(status: int) -> NoReturn:
+    """End at once under torchrun, where a thread that is left behind in a collective would keep the process."""
+    if under_torchrun():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_status)
-    sys.exit(exit_status)
+        os._exit(status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    try:
+        _exit(main())
+    except Exception:
+        traceback.print_exc()
+        _exit(1)

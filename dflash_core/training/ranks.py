@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -45,6 +46,7 @@ class Ranks:
         self.on_loss: Callable[[TrainingError], None] | None = None
         self._store = store
         self._lost: TrainingError | None = None
+        self._times: Counter[str] = Counter()
         self._left = threading.Event()
         self._name = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
         store.set(f"name/{rank}", self._name)
@@ -64,9 +66,11 @@ class Ranks:
 
     def agree(self, what: str, value: str) -> None:
         """Wait for all to say the same. Raises ``TrainingError`` naming who says something else, with both values."""
-        self.announce(what, value)
+        self._times[what] += 1  # a process may train more than once
+        key = f"{what} {self._times[what]}"
+        self.announce(key, value)
         for rank in range(self.size):
-            if (other := self.wait_for(what, rank)) != value:
+            if (other := self.wait_for(key, rank)) != value:
                 raise TrainingError(
                     f"{what}: rank {self.rank} has {value} and rank {rank} has {other}. All processes need the same configuration, code and data: "
                     "the same files in run.workspace, on storage that all hosts share."
@@ -76,11 +80,13 @@ class Ranks:
         """This rank's end of the sums over all processes. Waits for the others; in a thread, since nothing else can end that waiting."""
         host = "127.0.0.1" if len(self.local) == self.size else None
         group: Future[GradientSync] = Future()
+        self._times["group"] += 1
+        store = dist.PrefixStore(f"group-{self._times['group']}", self._store)  # type: ignore[attr-defined]
 
         def join() -> None:
             try:
                 timeout = timedelta(seconds=timeout_s)
-                group.set_result(join_group(self._store, self.rank, self.size, device, Meeting(1), timeout, host, ProcessSync))
+                group.set_result(join_group(store, self.rank, self.size, device, Meeting(1), timeout, host, ProcessSync))
             except BaseException as error:
                 group.set_exception(error)
 

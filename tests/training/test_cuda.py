@@ -1,6 +1,9 @@
 """Threads, flex_attention and the guard on GPUs."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dflash_core.config import load_config
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.errors import TrainingError
 from dflash_core.feed import Row, collate
+from dflash_core.pipeline import run_stage
+from dflash_core.plan import Plan
 from dflash_core.target import TargetVocabulary
-from dflash_core.training import DrafterTrainer
+from dflash_core.training import DrafterTrainer, read_metrics
 from dflash_core.training.replica import Replica
+from tests.target.tiny import save_tiny_target
+from tests.tiny_run import write_tiny_run
 from tests.training.small import DISTILLED, INFO, RowsOfATeacher, SmallRows, config, losses, run, vocabulary, warm_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -106,3 +114,47 @@ def test_a_row_of_another_shape_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingError, match=r"anchors of row 5 are .*\[5\], and were .*\[6\] in warm-up"):
         run(config(devices=["cuda:0", "cuda:0"]), tmp_path, Shorter())
+
+
+@pytest.mark.parametrize(("target", "drafter"), [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_a_live_target_feeds_training_with_the_features_of_shards_in_flat_memory(tmp_path: Path, target: str, drafter: str) -> None:
+    if int(drafter[-1]) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    curves = {}
+    for feed in ("shards", "online"):
+        words = [f"target.device={target}", "target.dtype=bfloat16", "extraction.feature_dtype=bfloat16", "training.precision=bfloat16"]
+        words += [f"training.devices=[{drafter}]", f"training.feed={feed}", "training.max_steps=30", "training.queue_rows=4"]
+        plan = Plan(load_config(tiny_run_on(tmp_path), words), "tiny")
+        for name in ("target", "responses", "samples", *(["shards"] if feed == "shards" else []), "train"):
+            run_stage(plan, name)
+        lines = read_metrics(plan.folder("train") / "metrics.jsonl")
+        curves[feed] = [line["loss"] for line in lines]
+        for index in {target[-1], drafter[-1]} if feed == "online" else {drafter[-1]}:
+            assert len({line[f"memory_reserved_{index}"] for line in lines[5:]}) == 1
+    assert curves["online"] == pytest.approx(curves["shards"], rel=2e-2)
+
+
+def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    path = tiny_run_on(tmp_path)
+    words = ["--set", "training.devices=[cuda:0, cuda:1]", "--set", "training.precision=bfloat16"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    curves = []
+    for launcher in ("threads", "torchrun"):
+        started = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
+        here = ["--set", f"training.launcher={launcher}", "--set", f"run.workspace={tmp_path / launcher}"]
+        command = [sys.executable, *started, "-m", "dflash_core", "train", str(path), *words, *here]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (metrics,) = (tmp_path / launcher / "stages").glob("train-*/metrics.jsonl")
+        curves.append([line["loss"] for line in read_metrics(metrics)])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+
+
+def tiny_run_on(folder: Path) -> Path:
+    """A tiny run whose heads have the least size that attention on CUDA takes."""
+    if not (folder / "tiny.yaml").is_file():
+        write_tiny_run(folder)
+        save_tiny_target("llama", folder / "target", num_hidden_layers=6, head_dim=16)
+    return folder / "tiny.yaml"

@@ -136,7 +136,7 @@ def test_processes_notice_who_falls_silent_and_who_has_failed(monkeypatch: pytes
 def test_processes_with_other_settings_are_named_with_both_values() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     zero, one = (Ranks(store, rank, 2, rank, 2) for rank in range(2))
-    one.announce("settings", "abc")
+    one.announce("settings 1", "abc")
     with pytest.raises(TrainingError, match=r"settings: rank 0 has xyz and rank 1 has abc. All processes need the same configuration"):
         zero.agree("settings", "xyz")
     for rank in (zero, one):
