@@ -176,9 +176,11 @@ class ExtractionConfig(Section):
     feature_dtype: Literal["bfloat16", "float32", "fp8"] = Field(
         "bfloat16", description="Precision of the stored features. fp8: half the disk of bfloat16, with a scale for each token and layer."
     )
-    teacher: Literal["none", "last_hidden"] = Field(
-        "none", description="What else is stored, to learn the target's whole distribution: last_hidden, from which it follows. All layers run then."
+    teacher: Literal["none", "last_hidden", "topk"] = Field(
+        "none",
+        description="What else is stored, to learn the target's distribution: last_hidden, from which it follows, or its likeliest tokens (topk).",
     )
+    teacher_tokens: PositiveInt = Field(32, description="Likeliest tokens that 'topk' keeps at each position.")
 
 
 class DrafterConfig(Section):

@@ -141,7 +141,7 @@ def _distillation(config: PipelineConfig) -> Iterator[Problem]:
     weight = config.objective.distillation.weight
     if weight > 0 and config.extraction.teacher == "none":
         message = f"stores nothing of the target's distribution, which objective.distillation.weight = {weight} needs"
-        yield Problem("extraction.teacher", "none", message, "Set extraction.teacher to last_hidden, or the weight to 0")
+        yield Problem("extraction.teacher", "none", message, "Set extraction.teacher to last_hidden or topk, or the weight to 0")
     if weight > 0 and config.training.feed == "online":
-        message = "live targets give no last hidden states"
+        message = "live targets give their tapped layers alone"
         yield Problem("objective.distillation.weight", weight, message, "Set training.feed to shards, or the weight to 0")

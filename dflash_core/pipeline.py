@@ -282,7 +282,7 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
         pull(address, folder, progress)
         ShardCard.read(folder).require(expected_of(plan.info, taps), folder)
         return counts_of(folder)
-    last_hidden = plan.config.extraction.teacher == "last_hidden"
+    last_hidden = plan.config.extraction.teacher != "none"
     models = plan.target_models(target.dtype, plan.config.extraction.devices or (target.device,))
     counts = extract(
         plan.config.extraction,
@@ -293,6 +293,7 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
         tap_layers=taps,
         target_dtype=target.dtype,
         code_version=CODE_VERSIONS["shards"],
+        heads=[model.likeliest for model in models],
         progress=progress,
     )
     if address:

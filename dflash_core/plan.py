@@ -255,11 +255,12 @@ class Plan:
 
     def _shards_depends_on(self) -> dict[str, Any]:
         extraction = self.config.extraction  # which devices make shards, and where they are shared, does not change them
+        unused = {"none": ("teacher", "teacher_tokens"), "last_hidden": ("teacher_tokens",), "topk": ()}[extraction.teacher]
         return {
             "samples": self._content_of_samples(),
             "taps": list(self.tap_layers),
             "dtype": self.config.target.dtype,
-            "extraction": extraction.model_dump(mode="json", exclude={"devices", "store", *(["teacher"] if extraction.teacher == "none" else [])}),
+            "extraction": extraction.model_dump(mode="json", exclude={"devices", "store", *unused}),
         }
 
     def _features_depend_on(self) -> dict[str, Any]:

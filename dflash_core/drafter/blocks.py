@@ -78,18 +78,18 @@ def _shares(sizes_D: Tensor, slots: int, generator: torch.Generator) -> Tensor:
     return shares_D + ends_D.diff(prepend=ends_D.new_zeros(1))
 
 
-def teacher_states(last_hidden_BTH: Tensor, anchors_BN: Tensor, block_size: int, spec: DrafterSpec = DFLASH) -> Tensor:
-    """[B, N, P, H]: what the target's head gets where it predicts the token of each of the P slots that predict: one position before it.
+def teacher_states(states_BTX: Tensor, anchors_BN: Tensor, block_size: int, spec: DrafterSpec = DFLASH) -> Tensor:
+    """[B, N, P, X]: of each of the P slots that predict, what the target knows where it predicts the same token: one position before that.
 
     Args:
-        last_hidden_BTH: [B, T, H] the target's last hidden states
-        anchors_BN:      [B, N] int64, -1 for an empty slot; its states, and those beyond the row, are some others'
+        states_BTX: [B, T, X] the target's last hidden states, or its likeliest next tokens, at every token
+        anchors_BN: [B, N] int64, -1 for an empty slot; its states, and those beyond the row, are some others'
     """
-    B, T, H = last_hidden_BTH.shape
+    B, T, X = states_BTX.shape
     slots_P = torch.arange(spec.first_predicting_slot, block_size, device=anchors_BN.device)
     position_BNP = (anchors_BN[..., None] + slots_P + spec.label_offset - 1).clamp(0, T - 1)
     flat_BM1 = position_BNP.reshape(B, -1, 1)
-    return last_hidden_BTH.gather(1, flat_BM1.expand(-1, -1, H)).view(*position_BNP.shape, H)
+    return states_BTX.gather(1, flat_BM1.expand(-1, -1, X)).view(*position_BNP.shape, X)
 
 
 def block_tokens(tokens_BT: Tensor, anchors_BN: Tensor, config: DFlashConfig) -> Tensor:

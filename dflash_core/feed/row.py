@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-_TENSORS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors", "last_hidden")
+_TENSORS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors", "last_hidden", "topk_ids", "topk_logprobs")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Row:
     give_back:    where the features lie in a buffer of a live target's GPU: call it once nobody reads them any more, with the event after which
                   the buffer may be written again, or None if that is now
     last_hidden:  [T, H] what the target's head gets at each token, where the loss asks for it; else None. 0 in the padding
+    topk_ids, topk_logprobs: [T, K] the target's likeliest next tokens at each token, as last_hidden
     """
 
     ordinal: int
@@ -42,6 +43,8 @@ class Row:
     sample_ids: tuple[str, ...]
     give_back: Callable[[torch.cuda.Event | None], None] | None = None
     last_hidden: torch.Tensor | None = None
+    topk_ids: torch.Tensor | None = None
+    topk_logprobs: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -60,6 +63,8 @@ class Batch:
     loss_mask: torch.Tensor
     anchors: torch.Tensor
     last_hidden: torch.Tensor | None = None
+    topk_ids: torch.Tensor | None = None
+    topk_logprobs: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from dflash_core.config import TrainingConfig
 from dflash_core.drafter import sample_anchors
 from dflash_core.feed.packing import Lengths, pack_rows
 from dflash_core.feed.row import Row
-from dflash_core.shards import LAST_HIDDEN, ShardDataset, ShardSample
+from dflash_core.shards import ShardDataset, ShardSample
 
 
 class RowSource(Protocol):
@@ -77,16 +77,16 @@ class PackedOrder:
 class ShardRows:
     """Rows of a dataset of hidden states: packed anew and with new anchors in every epoch."""
 
-    def __init__(self, dataset: ShardDataset, training: TrainingConfig, seed: int, *, last_hidden: bool = False):
-        """Pack the first epoch. ``last_hidden``: rows hold that column too.
+    def __init__(self, dataset: ShardDataset, training: TrainingConfig, seed: int, *, further: Sequence[str] = ()):
+        """Pack the first epoch. ``further``: columns that rows hold besides.
 
         Raises:
             DataError: as ``PackedOrder`` does.
-            ShardError: the dataset has no such column.
+            ShardError: the dataset has not all of these columns.
         """
-        if last_hidden:
-            dataset.require_column(LAST_HIDDEN, "Distillation from the target (objective.distillation)", "Set extraction.teacher to last_hidden.")
-        self._last_hidden = last_hidden
+        for name in further:
+            dataset.require_column(name, "Distillation from the target (objective.distillation)", "Extract again, with this extraction.teacher.")
+        self._further = tuple(further)
         self._dataset = dataset
         self._order = PackedOrder(dataset.lengths, training, seed)
         self._pinned = training.devices[0] != "cpu"
@@ -99,10 +99,10 @@ class ShardRows:
         """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
         samples = [self._dataset.sample(i) for i in self._order.samples(ordinal)]
         row = self._order.row(ordinal, samples, _side_by_side([sample.features for sample in samples], self._order.row_length, pinned=self._pinned))
-        if not self._last_hidden:
-            return row
-        hidden = [sample.columns[LAST_HIDDEN] for sample in samples]
-        return replace(row, last_hidden=_side_by_side(hidden, self._order.row_length, pinned=self._pinned))
+        further: dict[str, Any] = {
+            name: _side_by_side([sample.columns[name] for sample in samples], self._order.row_length, pinned=self._pinned) for name in self._further
+        }
+        return replace(row, **further) if further else row
 
 
 def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:

@@ -2,11 +2,12 @@
 
     loss = (1 - share) * -log p(label)  +  share * t² * KL(teacher at temperature t || drafter at temperature t)
 
-The teacher's logits are made of the target's last hidden states by the same head, chunk by chunk beside the drafter's, and dropped
-with them. As in ``cross_entropy`` the gradient of each slot's loss is formed in the forward pass and its weight comes in the backward pass, so it may
-depend on the probabilities found here. t² keeps the gradient's size at any temperature (Hinton et al., arXiv 1503.02531, section 2).
+The teacher's logits are made of the target's last hidden states by the same head, chunk by chunk beside the drafter's, and dropped with them. Or
+its likeliest tokens are given with their probabilities, which are then taken to be all there are. As in ``cross_entropy`` the gradient of each
+slot's loss is formed in the forward pass and its weight comes in the backward pass, so it may depend on the probabilities found here. t² keeps
+the gradient's size at any temperature (Hinton et al., arXiv 1503.02531, section 2).
 
-Shapes: M slots, L slots that are computed, C slots of a chunk, H hidden, V vocabulary.
+Shapes: M slots, L slots that are computed, C slots of a chunk, H hidden, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -38,8 +39,15 @@ class DistilledLosses(NamedTuple):
     divergence: Tensor
 
 
+class TopK(NamedTuple):
+    """The target's likeliest tokens at each slot: ids, integers [M, K] without repetition, and log-probabilities [M, K]."""
+
+    ids: Tensor
+    logprobs: Tensor
+
+
 class Rows(NamedTuple):
-    """What is known of C rows of logits after a pass over them."""
+    """What is known of C rows of logits after a pass over them. ``divergence``: with a ``TopK``, the log-sum-exp at the temperature instead."""
 
     nll: Tensor
     hit: Tensor
@@ -54,7 +62,7 @@ def distilled_cross_entropy(
     hidden_MH: Tensor,
     head: Tensor | Fp8Head,
     labels_M: Tensor,
-    teacher_MH: Tensor,
+    teacher: Tensor | TopK,
     *,
     share: float,
     temperature: float,
@@ -69,7 +77,8 @@ def distilled_cross_entropy(
         head: the target's head [V, H], frozen. As an ``Fp8Head`` the logits are fp8 products; the gradient, which has two signs, is multiplied back
             in the head's own precision.
         labels_M: int64, negative where a slot has no label.
-        teacher_MH: the target's hidden states after its final norm, of the positions before the labels. Rows without a label may hold anything.
+        teacher: the target's hidden states [M, H] after its final norm, of the positions before the labels, or its likeliest tokens there. Rows
+            without a label may hold anything, ids of tokens apart.
         share: of the divergence in the loss, 0 to 1.
         temperature: above 0.
         chunk_slots: most rows of each of the two kinds of logits alive at a time.
@@ -80,9 +89,12 @@ def distilled_cross_entropy(
     """
     weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
     M, H = len(labels_M), weight_VH.shape[1]
-    if hidden_MH.shape != (M, H) or teacher_MH.shape != (M, H) or labels_M.ndim != 1:
-        found = [list(tensor.shape) for tensor in (hidden_MH, teacher_MH, weight_VH, labels_M)]
-        raise ValueError(f"expected hidden [M, H], teacher [M, H], weight [V, H] and labels [M], found {', '.join(map(str, found))}")
+    given = tuple(teacher) if isinstance(teacher, TopK) else (teacher,)
+    fits = all(values.ndim == 2 and len(values) == M for values in given) and (len(given) == 2 or given[0].shape[1] == H)
+    if hidden_MH.shape != (M, H) or labels_M.ndim != 1 or not fits:
+        found = [list(tensor.shape) for tensor in (hidden_MH, weight_VH, labels_M, *given)]
+        expected = "hidden [M, H], weight [V, H], labels [M] and teacher [M, H], or two of [M, K]"
+        raise ValueError(f"expected {expected}, found {', '.join(map(str, found))}")
     if chunk_slots < 1 or (max_labelled is not None and max_labelled < 1):
         raise ValueError(f"chunk_slots and max_labelled must be at least 1, found {chunk_slots} and {max_labelled}")
     want_gradient = hidden_MH.requires_grad and torch.is_grad_enabled()
@@ -90,7 +102,7 @@ def distilled_cross_entropy(
     with torch.autocast(hidden_MH.device.type, enabled=False):
         return DistilledLosses(
             *_DistilledCrossEntropy.apply(
-                hidden_MH, weight_VH.detach() if head is weight_VH else head, labels_M, teacher_MH.detach(), slots,
+                hidden_MH, weight_VH.detach() if head is weight_VH else head, labels_M, given, slots,
                 (share, temperature, softcap), chunk_slots, want_gradient,
             )
         )  # fmt: skip
@@ -103,7 +115,7 @@ class _DistilledCrossEntropy(torch.autograd.Function):
         hidden_MH: Tensor,
         head: Tensor | Fp8Head,
         labels_M: Tensor,
-        teacher_MH: Tensor,
+        teacher: tuple[Tensor, ...],
         slots_L: Tensor | None,
         mixture: tuple[float, float, float | None],
         chunk_slots: int,
@@ -119,19 +131,24 @@ class _DistilledCrossEntropy(torch.autograd.Function):
         nll_L, divergence_L = (torch.empty_like(labels_L, dtype=statistics) for _ in range(2))
         rows_L = Rows(nll_L, torch.empty_like(labels_L, dtype=torch.bool), divergence_L)
         gradient_LH = hidden_MH.new_empty((slots if want_gradient else 0, hidden_MH.shape[1]), dtype=dtype)
-        logits_CV, teacher_CV = (weight_VH.new_empty((min(chunk_slots, slots), weight_VH.shape[0])) for _ in range(2))
+        sources = (hidden_MH, *teacher[:1]) if len(teacher) == 1 else (hidden_MH,)
+        buffers = [weight_VH.new_empty((min(chunk_slots, slots), weight_VH.shape[0])) for _ in sources]
         for start in range(0, slots, chunk_slots):
             chunk = slice(start, start + chunk_slots)
-            size = len(labels_L[chunk])
-            for out_CV, states_MH in ((logits_CV[:size], hidden_MH), (teacher_CV[:size], teacher_MH)):
-                states_CH = states_MH[chunk if slots_L is None else slots_L[chunk]].to(dtype)
+            chosen = chunk if slots_L is None else slots_L[chunk]
+            logits = [buffer_CV[: len(labels_L[chunk])] for buffer_CV in buffers]
+            for out_CV, states_MH in zip(logits, sources, strict=True):
                 if fp8 is not None:
-                    fp8.logits(states_CH, out=out_CV)
+                    fp8.logits(states_MH[chosen].to(dtype), out=out_CV)
                 else:
-                    torch.mm(states_CH, weight_VH.T, out=out_CV)
-            mixture_(logits_CV[:size], teacher_CV[:size], labels_L[chunk], rows_L.part(chunk), *mixture, want_gradient)
+                    torch.mm(states_MH[chosen].to(dtype), weight_VH.T, out=out_CV)
+            if len(teacher) == 1:
+                mixture_(logits[0], logits[1], labels_L[chunk], rows_L.part(chunk), *mixture, want_gradient)
+            else:
+                likeliest = TopK(*(values[chosen] for values in teacher))
+                _mix_likeliest_(logits[0], likeliest, labels_L[chunk], rows_L.part(chunk), *mixture, want_gradient)
             if want_gradient:
-                torch.mm(logits_CV[:size], weight_VH, out=gradient_LH[chunk])
+                torch.mm(logits[0], weight_VH, out=gradient_LH[chunk])
         ctx.save_for_backward(slots_L, labels_L, gradient_LH)
         ctx.hidden_shape, ctx.hidden_dtype = hidden_MH.shape, hidden_MH.dtype
         labelled_M = labels_M >= 0
@@ -158,14 +175,34 @@ class _DistilledCrossEntropy(torch.autograd.Function):
         return grad_hidden_MH, None, None, None, None, None, None, None
 
 
+def _mix_likeliest_(
+    logits_CV: Tensor, teacher: TopK, labels_C: Tensor, result: Rows,
+    share: float, temperature: float, softcap: float | None, want_gradient: bool,
+) -> None:  # fmt: skip
+    """``mixture_`` with the likeliest tokens: the pass over the row leaves them out, and their part is added at their places."""
+    ids_CK = teacher.ids.long()
+    drafter_CK = logits_CV.gather(1, ids_CK).to(result.nll.dtype)
+    if softcap is not None:
+        drafter_CK = softcap * torch.tanh(drafter_CK / softcap)
+    target_CK = (teacher.logprobs.to(drafter_CK.dtype) / temperature).log_softmax(1)
+    mixture_(logits_CV, None, labels_C, result, share, temperature, softcap, want_gradient)
+    log_sum_C = result.divergence.clone()
+    divergence_C = (target_CK.exp() * (target_CK - drafter_CK / temperature + log_sum_C[:, None])).sum(1)
+    result.divergence.copy_(divergence_C.masked_fill_(labels_C < 0, 0.0))
+    if want_gradient:
+        slope_CK = 1 - (drafter_CK / softcap).square() if softcap is not None else 1.0
+        logits_CV.scatter_add_(1, ids_CK, (-share * temperature * target_CK.exp() * slope_CK).to(logits_CV.dtype))
+
+
 def mixture_(
-    logits_CV: Tensor, teacher_CV: Tensor, labels_C: Tensor, result: Rows,
+    logits_CV: Tensor, teacher_CV: Tensor | None, labels_C: Tensor, result: Rows,
     share: float, temperature: float, softcap: float | None, want_gradient: bool,
 ) -> None:  # fmt: skip
     """Loss, hit and divergence of each row; the drafter's logits are overwritten with the gradient of the mixture (or with scratch).
 
     Args:
-        logits_CV, teacher_CV: logits before the softcap, of one float dtype; the teacher's may be overwritten too.
+        logits_CV, teacher_CV: logits before the softcap, of one float dtype; the teacher's may be overwritten too. Without a teacher the gradient
+            lacks its part, and the divergence is the log-sum-exp of the drafter's logits at the temperature.
         labels_C: int64; rows with a negative label get 0 and no hit, and may hold anything afterwards.
         result: is written.
     """
@@ -179,21 +216,25 @@ def mixture_(
 
 
 def _mixture_torch_(
-    logits_CV: Tensor, teacher_CV: Tensor, labels_C: Tensor, result: Rows,
+    logits_CV: Tensor, teacher_CV: Tensor | None, labels_C: Tensor, result: Rows,
     share: float, temperature: float, softcap: float | None, want_gradient: bool,
 ) -> None:  # fmt: skip
     labelled_C, index_C1 = labels_C >= 0, labels_C.clamp(min=0)[:, None]
-    if softcap is not None:
-        for values_CV in (logits_CV, teacher_CV):
+    for values_CV in (logits_CV, teacher_CV):
+        if softcap is not None and values_CV is not None:
             values_CV.div_(softcap).tanh_().mul_(softcap)
     result.hit.copy_(labelled_C & (logits_CV.argmax(dim=1) == labels_C))
     log_CV = logits_CV.log_softmax(dim=1)
     result.nll.copy_(torch.where(labelled_C, -log_CV.gather(1, index_C1).squeeze(1), 0.0))
-    teacher_log_CV = teacher_CV.div_(temperature).log_softmax(dim=1)
     warm_log_CV = log_CV if temperature == 1.0 else (logits_CV / temperature).log_softmax(dim=1)
-    teacher_p_CV = teacher_log_CV.exp()
-    divergence_C = (teacher_p_CV * (teacher_log_CV - warm_log_CV)).sum(dim=1)
-    result.divergence.copy_(torch.where(labelled_C, divergence_C, 0.0))
+    teacher_p_CV: Tensor | float = 0.0
+    if teacher_CV is None:
+        result.divergence.copy_((logits_CV / temperature).logsumexp(dim=1))
+    else:
+        teacher_log_CV = teacher_CV.div_(temperature).log_softmax(dim=1)
+        teacher_p_CV = teacher_log_CV.exp()
+        divergence_C = (teacher_p_CV * (teacher_log_CV - warm_log_CV)).sum(dim=1)
+        result.divergence.copy_(torch.where(labelled_C, divergence_C, 0.0))
     if want_gradient:
         slope_CV = 1 - (logits_CV / softcap).square() if softcap is not None else 1.0
         hard_CV = log_CV.exp().scatter_add_(1, index_C1, log_CV.new_full(index_C1.shape, -1.0))

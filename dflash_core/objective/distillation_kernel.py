@@ -44,6 +44,7 @@ def _mixture_kernel(  # type: ignore[no-untyped-def]
     coldness,
     VOCABULARY: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
     WANT_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -67,36 +68,41 @@ def _mixture_kernel(  # type: ignore[no-untyped-def]
             columns = start + tl.arange(0, BLOCK)
             inside = columns < VOCABULARY
             logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
-            teacher = _capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
-            gap = (teacher - logits) * coldness
+            if HAS_TEACHER:
+                teacher = _capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
+                gap = (teacher - logits) * coldness
+                teacher = tl.where(inside, teacher, float("-inf"))
+                new_teacher_largest = tl.maximum(teacher_largest, tl.max(teacher, 0))
+                shrink = tl.exp((teacher_largest - new_teacher_largest) * coldness)
+                exponentials = tl.exp((teacher - new_teacher_largest) * coldness)
+                teacher_total = teacher_total * shrink + exponentials
+                gap_total = gap_total * shrink + exponentials * gap
+                teacher_largest = new_teacher_largest
             logits = tl.where(inside, logits, float("-inf"))
-            teacher = tl.where(inside, teacher, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(logits, 0))
             total = total * tl.exp(largest - new_largest) + tl.exp(logits - new_largest)
             warm_total = warm_total * tl.exp((largest - new_largest) * coldness) + tl.exp((logits - new_largest) * coldness)
             largest = new_largest
-            new_teacher_largest = tl.maximum(teacher_largest, tl.max(teacher, 0))
-            shrink = tl.exp((teacher_largest - new_teacher_largest) * coldness)
-            exponentials = tl.exp((teacher - new_teacher_largest) * coldness)
-            teacher_total = teacher_total * shrink + exponentials
-            gap_total = gap_total * shrink + exponentials * gap
-            teacher_largest = new_teacher_largest
             earlier_tie = earlier_tie | ((logits == label_logit) & (columns < label)).to(tl.int32)
         log_sum = largest + tl.log(tl.sum(total, 0))
         warm_log_sum = largest * coldness + tl.log(tl.sum(warm_total, 0))
-        sum_of_teacher = tl.sum(teacher_total, 0)
-        teacher_log_sum = teacher_largest * coldness + tl.log(sum_of_teacher)
         nll = log_sum - label_logit
         hit = (label_logit >= largest) & (tl.max(earlier_tie, 0) == 0)
-        divergence = tl.sum(gap_total, 0) / sum_of_teacher - teacher_log_sum + warm_log_sum
+        divergence = warm_log_sum
+        if HAS_TEACHER:
+            sum_of_teacher = tl.sum(teacher_total, 0)
+            teacher_log_sum = teacher_largest * coldness + tl.log(sum_of_teacher)
+            divergence = tl.sum(gap_total, 0) / sum_of_teacher - teacher_log_sum + warm_log_sum
         if WANT_GRADIENT:
             for back in range(0, VOCABULARY, BLOCK):
                 columns = (VOCABULARY - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
                 inside = columns < VOCABULARY
                 logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
-                teacher = _capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
                 one_hot = tl.where(columns == label, 1.0, 0.0)
-                warm = tl.exp(logits * coldness - warm_log_sum) - tl.exp(teacher * coldness - teacher_log_sum)
+                warm = tl.exp(logits * coldness - warm_log_sum)
+                if HAS_TEACHER:
+                    teacher = _capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
+                    warm -= tl.exp(teacher * coldness - teacher_log_sum)
                 gradient = hard * (tl.exp(logits - log_sum) - one_hot) + soft * warm
                 if HAS_SOFTCAP:
                     gradient = gradient * (1 - logits * logits / (softcap * softcap))
@@ -107,24 +113,25 @@ def _mixture_kernel(  # type: ignore[no-untyped-def]
 
 
 def mixture_triton_(
-    logits_CV: Tensor, teacher_CV: Tensor, labels_C: Tensor, result: Rows,
+    logits_CV: Tensor, teacher_CV: Tensor | None, labels_C: Tensor, result: Rows,
     share: float, temperature: float, softcap: float | None, want_gradient: bool,
     block: int = BLOCK, num_warps: int = NUM_WARPS,
 ) -> None:  # fmt: skip
     """``distillation.mixture_`` as one kernel launch, rows contiguous; the arithmetic is float32 whatever the dtype of the logits."""
     _mixture_kernel[(len(labels_C),)](
         logits_CV,
-        teacher_CV,
+        teacher_CV if teacher_CV is not None else logits_CV,
         labels_C,
         *result,
         logits_CV.stride(0),
-        teacher_CV.stride(0),
+        teacher_CV.stride(0) if teacher_CV is not None else 0,
         1.0 if softcap is None else float(softcap),
         1.0 - share,
         share * temperature,
         1.0 / temperature,
         VOCABULARY=logits_CV.shape[1],
         HAS_SOFTCAP=softcap is not None,
+        HAS_TEACHER=teacher_CV is not None,
         WANT_GRADIENT=want_gradient,
         BLOCK=block,
         num_warps=num_warps,

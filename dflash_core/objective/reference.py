@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.objective.cross_entropy import SlotLosses
-from dflash_core.objective.distillation import DistilledLosses
+from dflash_core.objective.distillation import DistilledLosses, TopK
 
 
 def reference_linear_cross_entropy(hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, *, softcap: float | None = None) -> SlotLosses:
@@ -35,14 +35,21 @@ def reference_dpace_weights(probability_S: Tensor, labels_S: Tensor, alpha: floa
 
 
 def reference_distilled_cross_entropy(
-    hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, teacher_MH: Tensor, *, share: float, temperature: float, softcap: float | None = None
+    hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, teacher: Tensor | TopK, *, share: float, temperature: float, softcap: float | None = None
 ) -> DistilledLosses:
     """``distilled_cross_entropy`` with both [M, V] logits in memory, differentiable by autograd alone; float32 or float64."""
     hard = reference_linear_cross_entropy(hidden_MH, weight_VH, labels_M, softcap=softcap)
     dtype = hard.nll.dtype
-    drafter_MV, target_MV = (states.to(dtype) @ weight_VH.to(dtype).T for states in (hidden_MH, teacher_MH))
-    if softcap is not None:
-        drafter_MV, target_MV = (softcap * torch.tanh(logits / softcap) for logits in (drafter_MV, target_MV))
-    warm, target = ((logits / temperature).log_softmax(1) for logits in (drafter_MV, target_MV))
-    divergence_M = torch.nn.functional.kl_div(warm, target, reduction="none", log_target=True).sum(1) * (labels_M >= 0)
+
+    def logits(states: Tensor) -> Tensor:
+        logits_MV = states.to(dtype) @ weight_VH.to(dtype).T
+        return logits_MV if softcap is None else softcap * torch.tanh(logits_MV / softcap)
+
+    if isinstance(teacher, TopK):
+        nowhere_MV = torch.full((len(labels_M), len(weight_VH)), -torch.inf, dtype=dtype)
+        target_MV = nowhere_MV.scatter(1, teacher.ids.long(), teacher.logprobs.to(dtype))
+    else:
+        target_MV = logits(teacher)
+    warm, target = (logits(hidden_MH) / temperature).log_softmax(1), (target_MV / temperature).softmax(1)
+    divergence_M = torch.nn.functional.kl_div(warm, target, reduction="none").sum(1) * (labels_M >= 0)
     return DistilledLosses((1 - share) * hard.nll + share * temperature**2 * divergence_M, hard.nll, hard.probability, hard.hit, divergence_M)

@@ -32,10 +32,15 @@ if TYPE_CHECKING:
     from dflash_core.target import TargetInfo
 
 HiddenStates = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""Token ids of each sample, int32 [t] on the CPU → features [T, F] of all of them, one after the other, on any device."""
+"""Token ids of each sample, int32 [t] on the CPU → features [T, F] of all of them, one after the other, on any device. Where something of the
+target's distribution is stored, with its last hidden states beside them: [T, F + H]."""
+Likeliest = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Last hidden states [T, H], K → ids [T, K] and log-probabilities [T, K] of the likeliest tokens."""
 
 _LOOK_AGAIN_S = 0.2  # whether another process has finished or given up its shard
 LAST_HIDDEN = "last_hidden"
+TOPK = ("topk_ids", "topk_logprobs")
+TEACHER_COLUMNS = {"none": (), "last_hidden": (LAST_HIDDEN,), "topk": TOPK}  # by extraction.teacher
 _EXTREMES = "extremes"  # beside the columns of a pass: least and largest value
 _FEATURE_DTYPES: dict[str, Literal["BF16", "F32", "F8_E4M3"]] = {"bfloat16": "BF16", "float32": "F32", "fp8": "F8_E4M3"}
 
@@ -50,6 +55,7 @@ def extract(
     tap_layers: Sequence[int],
     target_dtype: str,
     code_version: int,
+    heads: Sequence[Likeliest] = (),
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write the hidden states of all samples into ``folder``, or finish what was begun there. Processes that do so at once share the work.
@@ -58,6 +64,7 @@ def extract(
         targets: the target, once for each device; each is called by a thread of its own.
         tap_layers: the layers whose outputs they return, in that order.
         target_dtype: precision in which the target runs, for the record.
+        heads: of the same targets, where their likeliest tokens are stored.
         progress: its unit tells the speed too, and how much of the time targets wait for the disk.
     Returns:
         counts: samples, tokens, supervised_tokens, shards, bytes, bytes_per_token, digest (sha256 of the index, which holds the
@@ -70,7 +77,7 @@ def extract(
     card = card_of(config, info, samples, tuple(tap_layers), target_dtype, code_version)
     with ShardWriter(folder, card) as writer:
         run = _Extraction(config, card, writer, samples, progress)
-        run.work(targets)
+        run.work(targets, heads or [None] * len(targets))
         writer.finalize()
     return {**counts_of(folder), **run.speed()}
 
@@ -118,12 +125,17 @@ def card_of(
 
 
 def feature_columns(config: ExtractionConfig, taps: int, hidden_size: int) -> tuple[Column, ...]:
-    """The columns that hold hidden states: ``features``, their scales where they are fp8, and ``last_hidden`` where that is stored, never in fp8."""
+    """The columns of the target's: ``features``, their scales where they are fp8, and what is stored of its distribution, never in fp8."""
     columns = [Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(taps * hidden_size,))]
     if config.feature_dtype == "fp8":
         columns.append(Column(name=SCALES, dtype="F32", shape=(taps,)))
     if config.teacher == "last_hidden":
         columns.append(Column(name=LAST_HIDDEN, dtype="F32" if config.feature_dtype == "float32" else "BF16", shape=(hidden_size,)))
+    if config.teacher == "topk":
+        columns += [
+            Column(name=TOPK[0], dtype="I32", shape=(config.teacher_tokens,)),
+            Column(name=TOPK[1], dtype="F16", shape=(config.teacher_tokens,)),
+        ]
     return tuple(columns)
 
 
@@ -143,10 +155,11 @@ def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -
         yield batch
 
 
-def stored_columns(card: ShardCard, features_TF: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
+def stored_columns(card: ShardCard, features_TF: torch.Tensor, tokens: int, head: Likeliest | None = None) -> dict[str, torch.Tensor]:
     """The columns of some tokens as they are stored, and the extremes of what must be finite; on the device where the features are."""
-    column, last = card.columns[0], next((column for column in card.columns if column.name == LAST_HIDDEN), None)
-    width = column.shape[0] + (last.shape[0] if last else 0)
+    columns = {column.name: column for column in card.columns}
+    column, teacher = card.columns[0], [name for name in (LAST_HIDDEN, *TOPK) if name in columns]
+    width = column.shape[0] + (card.hidden_size if teacher else 0)
     if features_TF.shape != (tokens, width):
         raise ValueError(f"the target returned {tuple(features_TF.shape)} instead of {(tokens, width)}")
     features_TF, last_TH = features_TF.detach().split([column.shape[0], width - column.shape[0]], dim=1)
@@ -157,10 +170,17 @@ def stored_columns(card: ShardCard, features_TF: torch.Tensor, tokens: int) -> d
     else:
         stored = {"features": features_TF.to(DTYPES[column.dtype])}
         looked_at = [stored["features"]]
-    if last is not None:
-        stored[LAST_HIDDEN] = last_TH.to(DTYPES[last.dtype])
-        looked_at.append(stored[LAST_HIDDEN])
+    if teacher:
+        said: tuple[torch.Tensor, ...] = (last_TH,) if teacher == [LAST_HIDDEN] else _required(head)(last_TH, columns[TOPK[0]].shape[0])
+        stored |= {name: value.to(DTYPES[columns[name].dtype]) for name, value in zip(teacher, said, strict=True)}
+        looked_at.append(stored[teacher[-1]])
     return {**stored, _EXTREMES: torch.stack([extreme.float() for values in looked_at for extreme in torch.aminmax(values)])}
+
+
+def _required(head: Likeliest | None) -> Likeliest:
+    if head is None:
+        raise ValueError("extraction.teacher = topk needs the target's head")
+    return head
 
 
 def check_finite(card: ShardCard, stored: dict[str, torch.Tensor], samples: SampleTable, batch: list[int]) -> None:
@@ -168,11 +188,11 @@ def check_finite(card: ShardCard, stored: dict[str, torch.Tensor], samples: Samp
     if bool(stored[_EXTREMES].isfinite().all()):
         return
     values_TN = stored.get(SCALES, stored["features"])  # N: features, or one scale for each layer
-    last_TH = stored.get(LAST_HIDDEN, values_TN[:, :0])
+    teacher_TX = next((stored[name] for name in (LAST_HIDDEN, TOPK[1]) if name in stored), values_TN[:, :0])
     end = 0
     for i in batch:
         begin, end = end, end + int(samples.lengths[i])
-        values = torch.cat([values_TN[begin:end], last_TH[begin:end]], dim=1)
+        values = torch.cat([values_TN[begin:end], teacher_TX[begin:end]], dim=1)
         bad = (~values.isfinite()).nonzero()
         if len(bad):
             position, place = bad[0].tolist()
@@ -203,11 +223,11 @@ class _Extraction:
         self._began = time.monotonic()
         self._lock = threading.Lock()
 
-    def work(self, targets: Sequence[HiddenStates]) -> None:
+    def work(self, targets: Sequence[HiddenStates], heads: Sequence[Likeliest | None]) -> None:
         """Make all unfinished shards. Raises what went wrong first; what other threads had begun by then is finished or taken away."""
         self._tell(0)
         with ThreadPoolExecutor(WRITERS * len(targets), "shard-writer") as writers, ThreadPoolExecutor(len(targets), "target") as threads:
-            running = [threads.submit(self._run_target, target, writers) for target in targets]
+            running = [threads.submit(self._run_target, target, head, writers) for target, head in zip(targets, heads, strict=True)]
             try:
                 wait(running)
             except BaseException as error:  # an interrupt
@@ -227,7 +247,7 @@ class _Extraction:
             "waited_for_target_s": round(self._writing.idle_s, 3),
         }
 
-    def _run_target(self, target: HiddenStates, writers: ThreadPoolExecutor) -> None:
+    def _run_target(self, target: HiddenStates, head: Likeliest | None, writers: ThreadPoolExecutor) -> None:
         """Take one shard after the other, until there are none or something failed."""
         slots, clock = Slots(max(self._batch_tokens, *self._lengths)), PassClock()
         self._clocks.append(clock)
@@ -240,7 +260,7 @@ class _Extraction:
                     clock.begin(waited_s)
                     tokens = [torch.tensor(self._samples.tokens(i), dtype=torch.int32) for i in batch]
                     features_TF = target(tokens)
-                    slot.fill(stored_columns(self._card, features_TF, sum(map(len, tokens))))
+                    slot.fill(stored_columns(self._card, features_TF, sum(map(len, tokens)), head))
                     clock.end(features_TF.device)
                     writers.submit(self._write, shard, batch, slot, slots)
             clock.finish(slots.wait_until_free)

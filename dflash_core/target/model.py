@@ -30,6 +30,8 @@ from dflash_core.target.packed import PackedDecoder, can_pack
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
 from dflash_core.target.vocabulary import TargetVocabulary
 
+_LOGITS_AT_A_TIME = 2048
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -166,6 +168,22 @@ class TargetModel:
         if last_hidden:
             outputs[-1] = getattr(self._structure.decoder, self._structure.norm_name)(outputs[-1])
         return torch.cat(outputs, dim=-1)
+
+    @torch.no_grad()
+    def likeliest(self, last_TH: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest next tokens, int32 ids [T, K] in falling order, and their log-probabilities, float32 [T, K].
+
+        Args:
+            last_TH: hidden states after the final norm, as ``packed_hidden_states`` appends them.
+            count: K.
+        """
+        found = []
+        for part_TH in last_TH.split(_LOGITS_AT_A_TIME):
+            logits_TV = self.vocabulary.logits(part_TH).float()
+            values_TK, ids_TK = logits_TV.topk(count, dim=-1)
+            found.append((ids_TK.int(), values_TK - logits_TV.logsumexp(-1, keepdim=True)))
+        ids, logprobs = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return ids, logprobs
 
     def _packed_outputs(self, documents: Sequence[torch.Tensor], tap_layers: Sequence[int]) -> list[torch.Tensor]:
         """The output [T, H] of each of the layers."""

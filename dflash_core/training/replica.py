@@ -28,7 +28,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, as_block_mask, attention_kind, teacher_states
 from dflash_core.feed import Batch, Row, collate
 from dflash_core.fp8 import Fp8Head
-from dflash_core.objective import distilled_cross_entropy, linear_cross_entropy, slot_weights
+from dflash_core.objective import TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights
 from dflash_core.training.compiled import Prepared, draft, prepare
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
@@ -249,15 +249,20 @@ class Replica:
         max_labelled = len(labels_M) if self._on_cuda else None  # fixed shapes there, least work here
         if distillation.weight == 0:
             return linear_cross_entropy(hidden_MH, self._head, labels_M, chunk_slots=chunk_slots, softcap=softcap, max_labelled=max_labelled)
-        assert batch.last_hidden is not None, "the rows of a run that distils hold it"
-        teacher_MH = teacher_states(batch.last_hidden, batch.anchors, self._drafter_config.block_size, self._drafter_config.spec).flatten(0, 2)
-        if self._vocabulary.logit_scale != 1.0:
-            teacher_MH = teacher_MH * self._vocabulary.logit_scale
         losses = distilled_cross_entropy(
-            hidden_MH, self._head, labels_M, teacher_MH, share=distillation.weight, temperature=distillation.temperature,
+            hidden_MH, self._head, labels_M, self._teacher(batch), share=distillation.weight, temperature=distillation.temperature,
             chunk_slots=chunk_slots, softcap=softcap, max_labelled=max_labelled,
         )  # fmt: skip
         return losses.loss, losses.probability, losses.hit
+
+    def _teacher(self, batch: Batch) -> Tensor | TopK:
+        """What the target says of each slot that predicts, [M, …]."""
+        where = batch.anchors, self._drafter_config.block_size, self._drafter_config.spec
+        if batch.topk_ids is not None and batch.topk_logprobs is not None:
+            return TopK(*(teacher_states(values, *where).flatten(0, 2) for values in (batch.topk_ids, batch.topk_logprobs)))
+        assert batch.last_hidden is not None, "the rows of a run that distils hold the one or the other"
+        teacher_MH = teacher_states(batch.last_hidden, *where).flatten(0, 2)
+        return teacher_MH if self._vocabulary.logit_scale == 1.0 else teacher_MH * self._vocabulary.logit_scale
 
     def _find_nonfinite(self) -> None:
         if self._gradients.flat_P is not None:

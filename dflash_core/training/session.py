@@ -28,7 +28,7 @@ from dflash_core.config import PipelineConfig, digest_of
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, load_checkpoint, shape_differences, start_from_target
 from dflash_core.errors import CheckpointError, WarmUpError
 from dflash_core.feed import LiveSamples, Loader, Row, RowSource, ShardRows, loaders_of, steps_available, target_loaders
-from dflash_core.shards import ShardDataset, expected_of
+from dflash_core.shards import TEACHER_COLUMNS, ShardDataset, expected_of
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training.checkpoints import TrainingCheckpoint, TrainingState, newest_training_checkpoint
 from dflash_core.training.compile_cache import found_graphs, with_compile_cache
@@ -188,7 +188,8 @@ def warm_up(
     settings = {**config_settings(config), "digest of the target": info.digest}
     if isinstance(dataset, ShardDataset):
         dataset.card.require(expected_of(info, tap_layers), dataset.folder)
-        loaders = loaders_of(ShardRows(dataset, config.training, config.run.seed, last_hidden=config.objective.distillation.weight > 0))
+        further = TEACHER_COLUMNS[config.extraction.teacher] if config.objective.distillation.weight > 0 else ()
+        loaders = loaders_of(ShardRows(dataset, config.training, config.run.seed, further=further))
         settings["digest of the shards"] = dataset.digest
     else:
         ranks = this_rank()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_core.config import ObjectiveConfig
 from dflash_core.drafter import IGNORE
-from dflash_core.objective import DistilledLosses, distilled_cross_entropy, linear_cross_entropy, slot_weights
+from dflash_core.objective import DistilledLosses, TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights
 from dflash_core.objective.reference import reference_distilled_cross_entropy
 from tests.objective.test_cross_entropy import problem
 
@@ -43,17 +43,23 @@ def assert_same(actual: DistilledLosses, expected: DistilledLosses, hidden_MH: T
     share=st.sampled_from([0.0, 0.3, 1.0]),
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
     softcap=st.sampled_from([None, 0.7, 30.0]),
+    likeliest=st.sampled_from([None, 1, 5]),
     unlabelled=st.sampled_from([0.0, 0.3, 1.0]),
     bounded=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_values_and_gradients_equal_the_plain_twin(slots, hidden, vocabulary, chunk, share, temperature, softcap, unlabelled, bounded, seed):
+def test_values_and_gradients_equal_the_plain_twin(
+    slots, hidden, vocabulary, chunk, share, temperature, softcap, likeliest, unlabelled, bounded, seed
+):
     hidden_MH, weight_VH, labels_M, weights_M = problem(slots, hidden, vocabulary, seed, unlabelled)
-    teacher_MH = teacher_for(hidden_MH, seed)
+    teacher = teacher_for(hidden_MH, seed)
+    if likeliest is not None:
+        logprobs, ids = (teacher @ weight_VH.T).log_softmax(1).topk(min(likeliest, vocabulary))
+        teacher = TopK(ids.int(), logprobs)
     bound = max(1, int((labels_M >= 0).sum())) + seed % 3 if bounded else None
     mixture = {"share": share, "temperature": temperature, "softcap": softcap}
-    actual = distilled_cross_entropy(hidden_MH, weight_VH, labels_M, teacher_MH, chunk_slots=chunk, max_labelled=bound, **mixture)
-    expected = reference_distilled_cross_entropy(hidden_MH, weight_VH, labels_M, teacher_MH, **mixture)
+    actual = distilled_cross_entropy(hidden_MH, weight_VH, labels_M, teacher, chunk_slots=chunk, max_labelled=bound, **mixture)
+    expected = reference_distilled_cross_entropy(hidden_MH, weight_VH, labels_M, teacher, **mixture)
     assert_same(actual, expected, hidden_MH, weights_M)
 
 
@@ -113,9 +119,20 @@ def test_no_more_than_two_chunks_of_logits_and_what_a_softmax_of_them_takes_are_
     assert max(shape[0] for shape in shapes if len(shape) == 2 and shape[1] == 5000 and shape != (8, 5000)) == 4  # that one is the head
 
 
+def test_the_likeliest_tokens_are_the_whole_teacher_where_they_are_all_tokens() -> None:
+    hidden_MH, weight_VH, labels_M, weights_M = problem(16, 8, 31)
+    teacher_MH = teacher_for(hidden_MH)
+    logprobs, ids = (teacher_MH @ weight_VH.T).log_softmax(1).topk(31)
+    whole, listed = (
+        distilled_cross_entropy(hidden_MH, weight_VH, labels_M, teacher, share=0.7, temperature=2.0, chunk_slots=5)
+        for teacher in (teacher_MH, TopK(ids, logprobs))
+    )
+    assert_same(listed, whole, hidden_MH, weights_M)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     hidden_MH, weight_VH, labels_M, _ = problem(6, 4, 9)
-    with pytest.raises(ValueError, match=r"expected hidden \[M, H\], teacher"):
+    with pytest.raises(ValueError, match=r"and teacher \[M, H\], or two"):
         distilled_cross_entropy(hidden_MH, weight_VH, labels_M, torch.zeros(5, 4), share=0.5, temperature=1.0, chunk_slots=4)
     with pytest.raises(ValueError, match="must be at least 1"):
         distilled_cross_entropy(hidden_MH, weight_VH, labels_M, hidden_MH, share=0.5, temperature=1.0, chunk_slots=0)

@@ -39,6 +39,10 @@ def test_the_last_hidden_states_are_what_the_head_gets(target: TargetModel) -> N
     torch.testing.assert_close(features_TF, _alone(target, _documents()), rtol=1e-4, atol=2e-4)
     logits_TV = torch.cat([target.forward(ids.long()[None], target.new_cache()).logits[0] for ids in _documents()])
     torch.testing.assert_close(target.vocabulary.logits(last_TH), logits_TV, rtol=1e-4, atol=5e-4)
+    ids_TK, logprobs_TK = target.likeliest(last_TH, 5)
+    exact_TV = logits_TV.log_softmax(-1)
+    torch.testing.assert_close(logprobs_TK, exact_TV.topk(5).values, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(exact_TV.gather(1, ids_TK.long()), logprobs_TK, rtol=1e-4, atol=1e-3)
 
 
 def test_another_document_changes_no_bit_of_its_neighbours(target: TargetModel) -> None:

@@ -14,7 +14,7 @@ from dflash_core.errors import ConfigError, ShardError
 from dflash_core.feed import collate
 from dflash_core.feed.source import ShardRows
 from dflash_core.plan import Plan
-from dflash_core.shards import ShardDataset
+from dflash_core.shards import TEACHER_COLUMNS, ShardDataset
 from tests.tiny_run import STEPS, write_tiny_run
 from tests.training import small
 
@@ -30,15 +30,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_teacher_of_a_slot_says_the_greedy_response_that_is_its_label(path: Path) -> None:
-    plan = Plan(load_config(path, [STORED, DISTILLED]))
+@pytest.mark.parametrize("kind", ["last_hidden", "topk"])
+def test_the_teacher_of_a_slot_says_the_greedy_response_that_is_its_label(path: Path, kind: str) -> None:
+    plan = Plan(load_config(path, [f"extraction.teacher={kind}", DISTILLED]))
     config, training = DFlashConfig.from_target(plan.info, plan.config.drafter), plan.config.training
-    rows = ShardRows(ShardDataset(plan.folder("shards")), training, seed=0, last_hidden=True)
+    rows = ShardRows(ShardDataset(pipeline.run_stage(plan, "shards").folder), training, seed=0, further=TEACHER_COLUMNS[kind])
     batch = collate([rows.row(0), rows.row(1)])
     labels_BNS = block_labels(batch.tokens, batch.loss_mask, batch.document_ids, batch.anchors, config.block_size, config.spec)
-    assert batch.last_hidden is not None
-    teacher_BNPH = teacher_states(batch.last_hidden, batch.anchors, config.block_size, config.spec)
-    said_BNP = pipeline._vocabulary(plan).logits(teacher_BNPH).argmax(-1)
+    states = batch.last_hidden if kind == "last_hidden" else batch.topk_ids
+    assert states is not None
+    teacher_BNPX = teacher_states(states, batch.anchors, config.block_size, config.spec)
+    said_BNP = teacher_BNPX[..., 0] if kind == "topk" else pipeline._vocabulary(plan).logits(teacher_BNPX).argmax(-1)
     labels_BNP = labels_BNS[..., config.spec.first_predicting_slot :]
     labelled = labels_BNP >= 0
     assert labelled.sum() > 20
@@ -47,12 +49,15 @@ def test_the_teacher_of_a_slot_says_the_greedy_response_that_is_its_label(path: 
 
 def test_training_with_it_gives_another_drafter_than_without_from_the_same_shards(path: Path) -> None:
     weights = []
-    for settings in ([STORED], [STORED, DISTILLED]):
+    for settings in ([STORED], [STORED, DISTILLED], ["extraction.teacher=topk", "extraction.teacher_tokens=8", DISTILLED]):
         plan = Plan(load_config(path, settings))
-        assert plan.stage("shards").cached
+        assert plan.stage("shards").cached == (settings[0] == STORED)
+        pipeline.run_stage(plan, "shards")
         assert pipeline.run_stage(plan, "train").manifest.counts["steps"] == STEPS
         weights.append(pipeline._trained_drafter(plan).state_dict())
-    assert not torch.equal(weights[0]["fc.weight"], weights[1]["fc.weight"])
+    plain, distilled, from_likeliest = (weight["fc.weight"] for weight in weights)
+    assert not torch.equal(plain, distilled)
+    assert not torch.equal(distilled, from_likeliest)
 
 
 def test_replicas_distil_together_as_one_does_alone(tmp_path: Path) -> None:
@@ -65,9 +70,9 @@ def test_replicas_distil_together_as_one_does_alone(tmp_path: Path) -> None:
 
 
 def test_shards_without_the_column_are_refused_before_training_and_so_is_a_configuration_that_makes_none(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"stores nothing of the target's distribution.*Set extraction.teacher to last_hidden"):
+    with pytest.raises(ConfigError, match=r"stores nothing of the target's distribution.*Set extraction.teacher to last_hidden or topk"):
         load_config(path, [DISTILLED])
     plan = Plan(load_config(path))
     dataset = ShardDataset(pipeline.run_stage(plan, "shards").folder)
-    with pytest.raises(ShardError, match=r"needs the column 'last_hidden'.*has features, tokens, loss_mask.*Set extraction.teacher to last_hidden"):
-        ShardRows(dataset, plan.config.training, seed=0, last_hidden=True)
+    with pytest.raises(ShardError, match=r"needs the column 'last_hidden'.*has features, tokens, loss_mask"):
+        ShardRows(dataset, plan.config.training, seed=0, further=TEACHER_COLUMNS["last_hidden"])
