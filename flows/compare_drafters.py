@@ -44,7 +44,7 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
     ):
         console.print(f"{name}: lossless on {lossless:.1%} of the prompts, {speedup:.2f}× the target alone")
     if comparison.overall.needed is not None:
-        console.print(f"A difference like this would show from about {comparison.overall.needed} prompts of this kind on.")
+        console.print(f"A difference like this would show from about {comparison.overall.needed} conversations of this kind on.")
     if to is not None:
         to.mkdir(parents=True, exist_ok=True)
         write_json_atomic(to / "comparison.json", comparison.model_dump(mode="json"))
