@@ -127,7 +127,7 @@ def measure(recorder: Recorder, name: str, case: Case, ceiling: float, options: 
     taps = default_tap_layers(info.num_layers, case.taps)
     samples: Any = RandomSamples(case.tokens, info.vocab_size)
     lengths, total = samples.lengths.tolist(), int(samples.lengths.sum())
-    config = ExtractionConfig(batch_tokens=case.batch_tokens, samples_per_shard=64 if case.family == "qwen3" else 256)
+    config = ExtractionConfig(batch_tokens=case.batch_tokens)
     card = card_of(config, info, samples, taps, "bfloat16", 1)
     run = functools.partial(target.packed_hidden_states, tap_layers=taps)
     work = [batch for shard in range(card.num_shards) for batch in batches(lengths, card.samples_of(shard), case.batch_tokens)]
@@ -149,6 +149,7 @@ def measure(recorder: Recorder, name: str, case: Case, ceiling: float, options: 
     recorder.add(f"extract.tok_s{suffix}.passes", total / seconds, "tok/s", 1, {"batch_tokens": case.batch_tokens})
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         began = time.monotonic()
+        config = config.model_copy(update={"samples_per_shard": 64})  # of some gigabytes, for Qwen3-8B
         counts = extract(config, info, [run], samples, Path(folder), tap_layers=taps, target_dtype="bfloat16", code_version=1, progress=show)
         seconds = time.monotonic() - began
         names = ("bytes", "bytes_per_token", "shards", "waited_for_disk_s", "waited_for_target_s")
