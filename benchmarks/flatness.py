@@ -98,7 +98,7 @@ def main(words: list[str] | None = None) -> int:
     """Measure the chosen sections; 1 if anything failed."""
     parser = arguments(__doc__ or "", ["overhead", "flat", "scaling"])
     parser.add_argument("--devices", type=lambda text: text.split(","), help="devices of the replicas; default: --device")
-    parser.add_argument("--steps", type=int, default=300, help="steps over which memory is watched; other trainings take 60 at most")
+    parser.add_argument("--steps", type=int, default=300, help="steps over which memory is watched; other trainings take fewer")
     parser.add_argument("--sync", default="all_reduce", choices=["all_reduce", "sharded"], help="training.sync of the section 'scaling'")
     parser.add_argument("--shapes", nargs="*", default=["4x3072", "1x2048"], choices=list(SHAPES), help="rows of the section 'scaling'")
     options = parser.parse_args(words)
@@ -114,7 +114,7 @@ def main(words: list[str] | None = None) -> int:
 def _run(recorder: Recorder, shape: Shape, devices: list[str], options: argparse.Namespace) -> None:
     if "overhead" in options.sections and len(devices) == 1:
         name = f"engine.overhead.{shape.name}"
-        recorder.attempt(name, partial(measure_overhead, recorder, shape, devices[0], min(60, options.steps)))
+        recorder.attempt(name, partial(measure_overhead, recorder, shape, devices[0], min(40, options.steps)))
     if "flat" in options.sections:
         recorder.attempt("flatness.retries", partial(measure_flatness, recorder, shape, devices, options.steps))
     if "scaling" in options.sections and len(devices) > 1:

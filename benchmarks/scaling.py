@@ -25,7 +25,7 @@ from benchmarks.engine import TrainingRun
 from benchmarks.flatness import SETTLED, record_flatness
 
 _READY, _GO = "READY", "GO\n"
-_MOST_STEPS, _FEWEST_STEPS, _TOKENS = 60, SETTLED + 6, 70_000  # of a training that only tells a rate: about four seconds
+_MOST_STEPS, _FEWEST_STEPS, _TOKENS = 60, SETTLED + 4, 45_000  # of a training that only tells a rate: three or four seconds
 _NAMES = {"4x3072": "", "1x2048": "_1x2048"}
 
 
