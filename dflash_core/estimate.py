@@ -130,7 +130,7 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
             f"{math.ceil(samples / config.extraction.samples_per_shard)} shards", feature_bytes, target_bytes, target_seconds,
         ),
         "warm_up": Estimate(
-            f"{len(training.devices)} replicas" + (f", {online} targets" if online else ""), None, training_bytes,
+            f"{len(training.devices)} replicas" + (f", {online} target{'s' * (online > 1)}" if online else ""), None, training_bytes,
             5.0 * (len(training.devices) + online),
         ),
         "train": Estimate(

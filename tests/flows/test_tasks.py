@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prefect import flow
@@ -20,6 +21,7 @@ from flows.train_drafter import train_drafter
 from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller
 from tasks.run import resumable
+from tasks.shards import extract_shards
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +43,14 @@ def test_a_stage_is_tried_again_after_a_network_or_disk_error_only(prefect_url: 
 
     try_it()
     assert len(tried) == attempts
+
+
+def test_there_is_no_extraction_where_targets_feed_the_training() -> None:
+    run = MagicMock()
+    run.plan.extracts = False
+    state = extract_shards.fn(run)
+    assert (state.name, state.message) == ("Cached", "not needed, targets feed the training")
+    run.do.assert_not_called()
 
 
 def test_logs_and_progress_of_a_stage_appear_in_the_flow_run(prefect_url: str) -> None:
