@@ -99,13 +99,6 @@ class Attention(Products):
         out_BAQD = flex(q_BAQD, k_BGXD, v_BGXD, mask) if isinstance(mask, BlockMask) else self._dense(q_BAQD, k_BGXD, v_BGXD, mask)
         return out_BAQD.transpose(1, 2)
 
-    def draft(self, q_RSAD: Tensor, k_RGXD: Tensor, v_RGXD: Tensor, mask_R11X: Tensor | None) -> Tensor:
-        """[R, S, A, D]: a block a row, all of whose queries see the same keys. So the heads of a group count as more queries of one head."""
-        (S, A), G = q_RSAD.shape[1:3], k_RGXD.shape[1]
-        q_RGQD = q_RSAD.transpose(1, 2).unflatten(1, (G, A // G)).flatten(2, 3)
-        out_RGQD = functional.scaled_dot_product_attention(q_RGQD, k_RGXD, v_RGXD, attn_mask=mask_R11X)
-        return out_RGQD.unflatten(2, (A // G, S)).flatten(1, 2).transpose(1, 2)
-
     def _dense(self, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Tensor) -> Tensor:
         """SDPA for one group of whole blocks after the other: blocks never see each other, so a group needs the context and its own keys only.
 
@@ -323,7 +316,7 @@ class DFlashDrafter(nn.Module):
         positions_RT = start_R[:, None] + torch.arange(features_RTF.shape[1], device=start_R.device)
         rotation = self.rotation(positions_RT, context_RTH.dtype)
         for i, layer in enumerate(self._draft_layers()):
-            cache.write(i, *layer.self_attn.keys_values(context_RTH, rotation), positions_RT)
+            cache.write(i, *layer.self_attn.keys_values(context_RTH, rotation), start_R)
 
     @torch.no_grad()
     def draft(self, block_embeddings_RSH: Tensor, anchor_R: Tensor, cache: DrafterCache) -> Tensor:
@@ -336,11 +329,11 @@ class DFlashDrafter(nn.Module):
         x_RSH = block_embeddings_RSH.to(self.fc.weight.dtype)
         S = x_RSH.shape[1]
         positions_RS = anchor_R[:, None] + torch.arange(S, device=anchor_R.device)
-        rotation, window = self.rotation(positions_RS, x_RSH.dtype), cache.window(anchor_R + S)
+        rotation = self.rotation(positions_RS, x_RSH.dtype)
         for i, layer in enumerate(self._draft_layers()):
             q, block = layer.queries_keys_values(x_RSH, rotation)
-            cache.write(i, *block, positions_RS)
-            x_RSH = layer.finish(x_RSH, layer.self_attn.draft(q, *cache.seen(i, window), window.mask))
+            cache.write(i, *block, anchor_R)
+            x_RSH = layer.finish(x_RSH, cache.attend(i, q, anchor_R + S))
         return self.norm(x_RSH)
 
     def _draft_layers(self) -> Iterable[DraftLayer]:
