@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,15 @@ from torch import Tensor
 from dflash_core.decoding.drafting import Proposer
 from dflash_core.decoding.rounds import Rounds
 from dflash_core.decoding.sampling import GREEDY, Sampling, Verdict, draw, token_probabilities, uniform_table, verify_greedy, verify_sampled
-from dflash_core.decoding.stages import LateFlag, StageClock
+from dflash_core.decoding.stages import LateFlag, StageClock, on_device
 from dflash_core.decoding.verifying import Verifier
 from dflash_core.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from dflash_core.target import TargetInfo
+
+
+WIDTHS = 64  # prompts are padded to a multiple of so many tokens where graphs are captured, one for each width
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,13 @@ class Generation:
     verify_seconds: float
 
 
+class _Prefill(NamedTuple):
+    """The reading of prompts of up to a width: where they are put, and what then reads them and takes the first token of each."""
+
+    ids: Tensor
+    run: Callable[[], None]
+
+
 class Decoder:
     """Decodes batches of up to ``rows`` requests in the same buffers, with the same graphs. For one thread at a time."""
 
@@ -88,7 +98,7 @@ class Decoder:
         self._rows, self._capacity, self._max_new_tokens, self._block_size = rows, capacity, max_new_tokens, block_size
         self._stops, self._sampling = frozenset(stop_ids), sampling
         self._taps = proposer.tap_layers if proposer else None
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(device):
             self._rounds = Rounds(rows, block_size, max_new_tokens, info.max_position_embeddings, stop_ids, device)
             self._finished = LateFlag(self._rounds.finished)
             # Greedy decoding draws nothing. Otherwise: one number for the first token, then 2 K + 1 for each round.
@@ -97,6 +107,7 @@ class Decoder:
             self._drafted_RK = torch.zeros(rows, 0, dtype=torch.int64, device=device)
             self._draft_RKV: Tensor | None = None  # when sampling: what was drafted from
             self._features_RSF: Tensor | None = None
+            self._prefills: dict[int, _Prefill] = {}
             self._first, *self._others = self._captured_stages()
 
     @torch.inference_mode()
@@ -111,11 +122,17 @@ class Decoder:
             InputError: a prompt is empty or too long.
         """
         self._check(prompts)
+        with on_device(self._device):
+            return self._generate(prompts, seeds, most)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, most: int | None) -> list[Generation]:
         limits = [min(most or self._max_new_tokens, self._limit(len(prompt))) for prompt in prompts]
+        prefill = self._prefill(max(map(len, prompts)))  # captured before the clock runs, if it is the first of its width
         clock = StageClock(self._device)
         started = time.perf_counter()
         with clock.stage("prefill"):
-            self._prefill(prompts, limits, range(len(prompts)) if seeds is None else seeds)
+            self._begin(prefill.ids, prompts, limits, range(len(prompts)) if seeds is None else seeds)
+            prefill.run()
         ahead = self._device.type == "cuda"
         self._finished.send()
         while ahead or not self._finished.read():
@@ -148,24 +165,39 @@ class Decoder:
         with clock.stage(stage[0]):
             stage[1]()
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]) -> None:
-        """Read the prompts, rows without one as well, and take the first token of each."""
+    def _prefill(self, longest: int) -> _Prefill:
+        """Made when there are prompts of such a width for the first time, and with graphs kept."""
+        graphs = self._verifier.graphs
+        width = min(-(-longest // WIDTHS) * WIDTHS, self._capacity) if graphs else longest
+        if width in self._prefills:
+            return self._prefills[width]
+        ids_RT = torch.full((self._rows, width), self._info.pad_token_id or 0, dtype=torch.int64, device=self._device)
+        self._rounds.begin([1] * self._rows, [0] * self._rows)  # what a capture warms up on: rows that are done
+        prefill = _Prefill(ids_RT, self._verifier.capture(lambda: self._read_prompts(ids_RT)))
+        if graphs:
+            self._prefills[width] = prefill
+        return prefill
+
+    def _begin(self, ids_RT: Tensor, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]) -> None:
+        """Put everything about a batch to where the stages find it. Rows without a prompt are done from the start."""
         idle = self._rows - len(prompts)
-        lengths = [*map(len, prompts), *([1] * idle)]
-        ids_RT = torch.full((self._rows, max(lengths)), self._info.pad_token_id or 0, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            ids_RT[row, : len(prompt)] = torch.tensor(list(prompt))
-        self._rounds.begin(lengths, [*limits, *([0] * idle)])
-        lengths_R, rows_R = torch.tensor(lengths, device=self._device), torch.arange(self._rows, device=self._device)
-        output = self._verifier.prefill(ids_RT.to(self._device), lengths_R, rows_R, self._taps)
+        width, pad = ids_RT.shape[1], self._info.pad_token_id or 0
+        ids_RT.copy_(torch.tensor([[*prompt, *[pad] * (width - len(prompt))] for prompt in prompts] + [[pad] * width] * idle))
+        self._rounds.begin([*map(len, prompts), *[1] * idle], [*limits, *[0] * idle])
+        if not self._sampling.greedy:
+            self._uniform_RU.copy_(uniform_table([*seeds, *[0] * idle], self._uniform_RU.shape[1]))
+
+    def _read_prompts(self, ids_RT: Tensor) -> None:
+        """Let the target read the prompts, and take the first token of each."""
+        lengths_R, rows_R = self._rounds.anchor_R, torch.arange(self._rows, device=self._device)
+        output = self._verifier.prefill(ids_RT, lengths_R, rows_R, self._taps)
         if self._proposer is not None and output.features is not None:
             self._proposer.read(output.features, torch.zeros_like(lengths_R))
         logits_RV = output.logits[:, 0]
         if self._sampling.greedy:
             self._rounds.first(logits_RV.argmax(-1))
-            return
-        self._uniform_RU.copy_(uniform_table([*seeds, *([0] * idle)], self._uniform_RU.shape[1]))
-        self._rounds.first(draw(token_probabilities(logits_RV, self._sampling), self._uniform_RU[:, 0]))
+        else:
+            self._rounds.first(draw(token_probabilities(logits_RV, self._sampling), self._uniform_RU[:, 0]))
 
     def _propose(self) -> None:
         """Draft a block of each request."""

@@ -66,7 +66,7 @@ class Rounds:
         places_RS = self._length_R[:, None] + self._slots_S
         real_RS = (self._slots_S <= kept_R1) & open_R[:, None]
         nowhere = self._tokens_RL.shape[1] - 1
-        self._tokens_RL.scatter_(1, torch.where(real_RS, places_RS, nowhere), fresh_RS)
+        self._tokens_RL.scatter_(1, places_RS.masked_fill(~real_RS, nowhere), fresh_RS)
         stopped_R = ((fresh_RS[..., None] == self._stops_E).any(-1) & real_RS & (places_RS < self._limit_R[:, None])).any(-1)
         for record_RN, value_R in ((self._accepted_RN, verdict.accepted), (self._drafted_RN, count_R)):
             old_R = record_RN[self._rows_R, self.turn_R]
