@@ -24,7 +24,7 @@ from dflash_core.data.benchmarks import REQUESTS
 from dflash_core.drafter import DFlashConfig
 from dflash_core.pipeline import planned_steps
 from dflash_core.plan import Plan
-from dflash_core.shards.extract import feature_columns
+from dflash_core.shards.columns import feature_columns
 
 # Share of the measured matrix-product rate that a stage reaches, from runs of the demo on two cores.
 _EFFICIENCY = {"responses": 0.25, "shards": 0.6, "train": 0.5}

@@ -1,6 +1,7 @@
 """The dataset of hidden states on disk: format, writer, extraction, reader, verification."""
 
-from dflash_core.shards.extract import TEACHER_COLUMNS, extract
+from dflash_core.shards.columns import TEACHER_COLUMNS
+from dflash_core.shards.extract import extract
 from dflash_core.shards.format import Column, ShardCard, expected_of
 from dflash_core.shards.reader import ShardDataset, ShardSample
 from dflash_core.shards.verify import verify_shards

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 import torch
 
 from dflash_core.config import ExtractionConfig
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import DTYPES, INDEX, Column, ShardCard, read_index, shard_name
-from dflash_core.shards.fp8 import SCALES, to_fp8
+from dflash_core.shards.columns import EXTREMES, Likeliest, check_finite, feature_columns, stored_columns
+from dflash_core.shards.format import INDEX, Column, ShardCard, read_index, shard_name
 from dflash_core.shards.overlap import WRITERS, BusyClock, PassClock, Slot, Slots
 from dflash_core.shards.writer import ShardWriter
 from dflash_core.stages import Progress, file_sha256, no_progress
@@ -34,15 +34,8 @@ if TYPE_CHECKING:
 HiddenStates = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Token ids of each sample, int32 [t] on the CPU → features [T, F] of all of them, one after the other, on any device. Where something of the
 target's distribution is stored, with its last hidden states beside them: [T, F + H]."""
-Likeliest = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""Last hidden states [T, H], K → ids [T, K] and log-probabilities [T, K] of the likeliest tokens."""
 
 _LOOK_AGAIN_S = 0.2  # whether another process has finished or given up its shard
-LAST_HIDDEN = "last_hidden"
-TOPK = ("topk_ids", "topk_logprobs")
-TEACHER_COLUMNS = {"none": (), "last_hidden": (LAST_HIDDEN,), "topk": TOPK}  # by extraction.teacher
-_EXTREMES = "extremes"  # beside the columns of a pass: least and largest value
-_FEATURE_DTYPES: dict[str, Literal["BF16", "F32", "F8_E4M3"]] = {"bfloat16": "BF16", "float32": "F32", "fp8": "F8_E4M3"}
 
 
 def extract(
@@ -124,21 +117,6 @@ def card_of(
     )
 
 
-def feature_columns(config: ExtractionConfig, taps: int, hidden_size: int) -> tuple[Column, ...]:
-    """The columns of the target's: ``features``, their scales where they are fp8, and what is stored of its distribution, never in fp8."""
-    columns = [Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(taps * hidden_size,))]
-    if config.feature_dtype == "fp8":
-        columns.append(Column(name=SCALES, dtype="F32", shape=(taps,)))
-    if config.teacher == "last_hidden":
-        columns.append(Column(name=LAST_HIDDEN, dtype="F32" if config.feature_dtype == "float32" else "BF16", shape=(hidden_size,)))
-    if config.teacher == "topk":
-        columns += [
-            Column(name=TOPK[0], dtype="I32", shape=(config.teacher_tokens,)),
-            Column(name=TOPK[1], dtype="F16", shape=(config.teacher_tokens,)),
-        ]
-    return tuple(columns)
-
-
 def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Split the samples ``members`` into batches of at most ``batch_tokens`` tokens, padding included; a longer sample goes alone.
 
@@ -153,57 +131,6 @@ def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -
         batch.append(i)
     if batch:
         yield batch
-
-
-def stored_columns(card: ShardCard, features_TF: torch.Tensor, tokens: int, head: Likeliest | None = None) -> dict[str, torch.Tensor]:
-    """The columns of some tokens as they are stored, and the extremes of what must be finite; on the device where the features are."""
-    columns = {column.name: column for column in card.columns}
-    column, teacher = card.columns[0], [name for name in (LAST_HIDDEN, *TOPK) if name in columns]
-    width = column.shape[0] + (card.hidden_size if teacher else 0)
-    if features_TF.shape != (tokens, width):
-        raise ValueError(f"the target returned {tuple(features_TF.shape)} instead of {(tokens, width)}")
-    features_TF, last_TH = features_TF.detach().split([column.shape[0], width - column.shape[0]], dim=1)
-    # Looked at after the cast, which can overflow too. Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.
-    if column.dtype == "F8_E4M3":
-        values, scales = to_fp8(features_TF, len(card.tap_layers))
-        stored, looked_at = {"features": values, SCALES: scales}, [scales]
-    else:
-        stored = {"features": features_TF.to(DTYPES[column.dtype])}
-        looked_at = [stored["features"]]
-    if teacher:
-        said: tuple[torch.Tensor, ...] = (last_TH,) if teacher == [LAST_HIDDEN] else _required(head)(last_TH, columns[TOPK[0]].shape[0])
-        stored |= {name: value.to(DTYPES[columns[name].dtype]) for name, value in zip(teacher, said, strict=True)}
-        looked_at.append(stored[teacher[-1]])
-    return {**stored, _EXTREMES: torch.stack([extreme.float() for values in looked_at for extreme in torch.aminmax(values)])}
-
-
-def _required(head: Likeliest | None) -> Likeliest:
-    if head is None:
-        raise ValueError("extraction.teacher = topk needs the target's head")
-    return head
-
-
-def check_finite(card: ShardCard, stored: dict[str, torch.Tensor], samples: SampleTable, batch: list[int]) -> None:
-    """Raise ``ShardError`` for the first sample with a NaN or an infinity."""
-    if bool(stored[_EXTREMES].isfinite().all()):
-        return
-    values_TN = stored.get(SCALES, stored["features"])  # N: features, or one scale for each layer
-    teacher_TX = next((stored[name] for name in (LAST_HIDDEN, TOPK[1]) if name in stored), values_TN[:, :0])
-    end = 0
-    for i in batch:
-        begin, end = end, end + int(samples.lengths[i])
-        values = torch.cat([values_TN[begin:end], teacher_TX[begin:end]], dim=1)
-        bad = (~values.isfinite()).nonzero()
-        if len(bad):
-            position, place = bad[0].tolist()
-            width = values_TN.shape[1]
-            layer = str(card.tap_layers[place * len(card.tap_layers) // width]) if place < width else "the last one"
-            value = values[position, place].item()
-            raise ShardError(
-                f"Sample {samples.id(i)!r}: the target's hidden state is {value} at token {position}, layer {layer} ({len(bad)} such values). "
-                f"Run the target in another precision than {card.target_dtype} (target.dtype), store more precisely (extraction.feature_dtype), "
-                "or take the sample out of the data. Finished shards are kept."
-            )
 
 
 class _Extraction:
@@ -351,7 +278,7 @@ class _Shard:
             begin, end = end, end + int(self._samples.lengths[i])
             tokens = torch.tensor(self._samples.tokens(i), dtype=torch.int32)
             loss_mask = torch.tensor(self._samples.loss_mask(i), dtype=torch.bool)
-            features = {name: stored[name][begin:end] for name in stored if name != _EXTREMES}
+            features = {name: stored[name][begin:end] for name in stored if name != EXTREMES}
             self._out.write(i - self._first, {**features, "tokens": tokens, "loss_mask": loss_mask})
         with self._lock:
             self._left -= 1
