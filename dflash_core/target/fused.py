@@ -99,7 +99,7 @@ def join_projections(layers: nn.ModuleList) -> None:
     """
     for attention in (module for module in layers.modules() if hasattr(module, "q_proj")):
         parts = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-        if not all(type(part) is nn.Linear and part.weight.is_floating_point() for part in parts):  # a quantised one is of another class
+        if not all(type(part) is nn.Linear and part.weight.dtype.itemsize > 1 for part in parts):  # a quantised one is of another class
             continue
         weight = _join([part.weight for part in parts])  # type: ignore[union-attr]
         biases = [part.bias for part in parts]  # type: ignore[union-attr]
@@ -136,8 +136,8 @@ def _tried(make: Callable[[], nn.Module | None], module: nn.Module) -> nn.Module
 
 def _fusible(module: nn.Module) -> bool:
     weight = next(module.parameters(), None)
-    watched = module._forward_hooks or module._forward_pre_hooks
-    return weight is not None and weight.is_cuda and find_spec("triton") is not None and not watched
+    plain = weight is not None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)  # and not quantised
+    return plain and find_spec("triton") is not None and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def fused_norm(module: nn.Module) -> nn.Module | None:

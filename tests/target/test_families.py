@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_core.errors import TargetError
 from dflash_core.target import TargetModel
-from tests.target.tiny import HYBRID, LAYERS, save_tokenizer, tiny_config
+from tests.target.tiny import HYBRID, LAYERS, save_tiny_target, save_tokenizer, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,27 @@ def test_the_text_part_of_a_vision_language_model_is_found_tapped_and_packed(wra
     assert wrapped.packs
     packed_TF = wrapped.packed_hidden_states([ids_BT[0].int(), ids_BT[1, :9].int()], (0, 2))
     torch.testing.assert_close(packed_TF, torch.cat([features_BTF[0], features_BTF[1, :9]]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the weights stay in fp8")
+def test_a_checkpoint_in_fp8_is_loaded_by_its_scales(tmp_path: Path) -> None:
+    save_tiny_target("llama", tmp_path, hidden_size=64, intermediate_size=64, head_dim=16)
+    weights, scaled = load_file(tmp_path / "model.safetensors"), {}
+    for name, weight in list(weights.items()):
+        if name.endswith("proj.weight"):
+            blocks = weight.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+            scales = blocks.abs().amax((1, 3)) / 448
+            weights[name] = (blocks / scales[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = scales
+            scaled[name] = (weights[name].float().view_as(blocks) * scales[:, None, :, None]).reshape(weight.shape)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = TargetModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = dict(target._model.named_parameters())
+    assert all(torch.equal(found[name], value.to(torch.bfloat16)) for name, value in scaled.items())
+    assert target.packed_hidden_states([torch.arange(9, dtype=torch.int32)], (0, 2)).isfinite().all()
 
 
 def test_layers_with_a_state_are_tapped_bit_for_bit_up_to_the_deepest(hybrid: TargetModel) -> None:
