@@ -18,10 +18,11 @@ from prefect.states import Completed
 
 from dflash_core import pipeline
 from dflash_core.config import PipelineConfig
+from dflash_core.errors import ConfigError, Problem
 from dflash_core.pipeline import StageResult
 from dflash_core.plan import Plan
 from dflash_core.stages import stage_lock
-from dflash_core.training import check_launcher
+from dflash_core.training import check_launcher, under_torchrun
 from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller, Watcher, duration, watcher
 from tasks.registry import Version
@@ -55,6 +56,9 @@ class Run:
             StageBusyError: the same run is going on in another process.
             TrackingError: the MLflow store cannot be used.
         """
+        if under_torchrun():
+            remedy = "Train with `torchrun … -m dflash_core train CONFIG`, and then start this without torchrun"
+            raise ConfigError("config", [Problem("training.launcher", config.training.launcher, "flows are not started by torchrun", remedy)])
         plan = Plan(config)
         if not plan.stage("train").cached:
             check_launcher(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,8 +21,9 @@ from dflash_core.errors import ConfigError, ShardError
 from flows.train_drafter import train_drafter
 from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller
-from tasks.run import resumable
+from tasks.run import Run, resumable
 from tasks.shards import extract_shards
+from tests.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +53,17 @@ def test_there_is_no_extraction_where_targets_feed_the_training() -> None:
     state = extract_shards.fn(run)
     assert (state.name, state.message) == ("Cached", "not needed, targets feed the training")
     run.do.assert_not_called()
+
+
+def test_a_flow_that_torchrun_has_started_is_refused_and_so_is_one_that_torchrun_would_have_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write_tiny_run(tmp_path), ["training.launcher=torchrun"])
+    with pytest.raises(ConfigError, match="torchrun has not started this process"), Run.open(config):
+        pass
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    with pytest.raises(ConfigError, match="flows are not started by torchrun"), Run.open(config):
+        pass
 
 
 def test_logs_and_progress_of_a_stage_appear_in_the_flow_run(prefect_url: str) -> None:
