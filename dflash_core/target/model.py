@@ -59,6 +59,7 @@ class TargetModel:
             model.set_attn_implementation("eager")  # SDPA has no soft-cap, and some versions of Transformers leave it out without a word (5.17)
         if self._structure.embedding.weight.is_cuda and not hasattr(model, "hf_device_map"):
             join_projections(self._structure.layers)
+            torch.cuda.empty_cache()  # what the single ones leave is in pieces too small for the joint ones
         self._taps = LayerTaps(self._structure.layers)
         self._truncated: dict[int, torch.nn.Module] = {}
         self._packed: dict[int, PackedDecoder] = {}
