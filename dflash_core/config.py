@@ -330,6 +330,15 @@ class EvaluationConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of decoding; losslessness is exact in float32.")
     device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of decoding.")
     block_size: int | None = Field(None, ge=2, description="Block size of decoding, at most the trained one. Default: the trained one.")
+    batch_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
+        (1,), min_length=1, description="Requests that are decoded together; all combinations with temperatures and block_sizes are measured."
+    )
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(strict=False)] = Field(
+        (0.0,), min_length=1, description="Temperatures of decoding. Losslessness is always judged greedily, one request at a time."
+    )
+    block_sizes: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(strict=False)] = Field(
+        (), description="Further block sizes of decoding, to find the fastest; each takes as long as the evaluation itself."
+    )
     cuda_graphs: Literal["auto"] | bool = Field("auto", description="Decode with CUDA graphs, with the drafter and without; auto does so on CUDA.")
     untrained_prompts: int | None = Field(
         4, ge=0, description="Prompts of each set on which the drafter is also measured before training; null: all of them."

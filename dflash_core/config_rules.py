@@ -42,6 +42,10 @@ def _sizes(config: PipelineConfig) -> Iterator[Problem]:
             f"a row of training.row_length = {training.row_length} has at most {training.row_length - 1} anchors",
             "Lower training.num_anchors; about an eighth of the row length is usual",
         )  # fmt: skip
+    for block_size in evaluation.block_sizes:
+        if block_size > drafter.block_size:
+            message = f"larger than the trained drafter.block_size = {drafter.block_size}"
+            yield Problem("evaluation.block_sizes", block_size, message, "Decode with blocks of the trained size or smaller ones")
     if evaluation.block_size is not None and evaluation.block_size > drafter.block_size:
         yield Problem(
             "evaluation.block_size", evaluation.block_size, f"larger than the trained drafter.block_size = {drafter.block_size}",

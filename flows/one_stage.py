@@ -13,7 +13,7 @@ from rich.table import Table
 from dflash_core.config import load_config
 from dflash_core.drafter import verify_export
 from dflash_core.errors import DFlashError, InputError, Problem
-from dflash_core.evaluation import EvaluationResult, sets_table
+from dflash_core.evaluation import EvaluationResult, sets_table, ways_table
 from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.plan import Plan
 from flows.console import console_watcher
@@ -88,7 +88,7 @@ def export(path: Path, overrides: Sequence[str], to: Path | None) -> Path:
 def print_evaluation(result: EvaluationResult) -> None:
     """Print losslessness, acceptance and speed."""
     console = Console(highlight=False)
-    for rows in (acceptance_table(result), sets_table(result)):
+    for rows in filter(None, (acceptance_table(result), sets_table(result), ways_table(result))):
         print_rows(console, rows)
     trained = result.trained
     beyond = f", {result.diverged_beyond_noise} beyond the noise of rounding" if result.diverged else ""

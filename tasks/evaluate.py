@@ -95,6 +95,8 @@ def _record(run: Run, stage: StageRecord, folder: Path) -> None:
     run.tracker.log_metrics(evaluation.metrics())  # of the parent too: it is what runs are compared by
     publish(lambda: create_table_artifact(acceptance_table(evaluation), key="acceptance", description="Acceptance of the drafter"))
     publish(lambda: create_table_artifact(core.sets_table(evaluation), key="evaluation-sets", description="Every set, with 95 % intervals"))
+    if ways := core.ways_table(evaluation):
+        publish(lambda: create_table_artifact(ways, key="evaluation-ways", description="Every way of decoding, with 95 % intervals"))
 
 
 def acceptance_table(evaluation: EvaluationResult) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from dflash_core.evaluation.lossless import Divergence, find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt, heldout_prompts, set_prompts
 from dflash_core.evaluation.records import PromptRecord, read_records
 from dflash_core.evaluation.result import EvaluationResult, Figures, Measured, PromptFigures
-from dflash_core.evaluation.tables import comparison_table, sets_table
+from dflash_core.evaluation.tables import comparison_table, sets_table, ways_table
 
 __all__ = [
     "Comparison",
@@ -31,5 +31,6 @@ __all__ = [
     "read_records",
     "set_prompts",
     "sets_table",
+    "ways_table",
     "weights_digest",
 ]

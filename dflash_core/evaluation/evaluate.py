@@ -28,6 +28,7 @@ from dflash_core.evaluation.lossless import find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt
 from dflash_core.evaluation.records import PromptRecord, append_record, read_records
 from dflash_core.evaluation.result import EvaluationResult, measured, prompt_figures
+from dflash_core.evaluation.ways import further_ways, measure_ways
 from dflash_core.stages import Progress, no_progress, write_json_atomic
 from dflash_core.target import TargetModel
 
@@ -45,7 +46,7 @@ def evaluate_drafter(
     untrained: DFlashDrafter | None = None,
     progress: Progress = no_progress,
 ) -> EvaluationResult:
-    """Decode prompts greedily and sum up, set by set and over all.
+    """Decode prompts greedily and sum up, set by set and over all; then in the further ways that the settings ask for (``ways.py``).
 
     Writes ``prompts.jsonl`` (a line per finished prompt, at once) and ``evaluation.json`` into ``folder``. Called again after a kill, it
     measures only the prompts that are missing.
@@ -78,7 +79,12 @@ def evaluate_drafter(
         append_record(path, record)
         records[record.key] = record
     progress(len(prompts), len(prompts), "prompts")
-    result = bench.sum_up([records[key] for key in keys], digest_of([asdict(prompt) for prompt in prompts]))
+    digest = digest_of([asdict(prompt) for prompt in prompts])
+    ways = measure_ways(
+        further_ways(settings, room.block_size), target, bench.drafter, prompts, settings.max_new_tokens, folder,
+        key=digest_of([bench.measured, digest]), graphs=settings.cuda_graphs is not False, progress=progress,
+    )  # fmt: skip
+    result = bench.sum_up([records[key] for key in keys], digest).model_copy(update={"ways": ways})
     write_json_atomic(folder / RESULT, result.model_dump(mode="json"))
     return result
 
@@ -110,12 +116,13 @@ class _Bench:
         digests = {name: weights_digest(model) for name, model in self._models.items()}
         self._drafter_digest = digests["trained"]
         measured = [target.info.digest, self._drafter_digest, digests.get("untrained"), room.block_size, room.max_new_tokens]
-        self._measured = [*measured, str(target.dtype), str(target.device), self._verifier.graphs]
+        self.measured = [*measured, str(target.dtype), str(target.device), self._verifier.graphs]
+        self.drafter = self._models["trained"]
         self.compares = untrained is not None
 
     def key(self, prompt: EvaluationPrompt) -> str:
         """Digest of the prompt and of everything it is measured with."""
-        return digest_of([*self._measured, prompt.set, prompt.id, list(prompt.tokens)])
+        return digest_of([*self.measured, prompt.set, prompt.id, list(prompt.tokens)])
 
     def warm_up(self, prompt: EvaluationPrompt) -> None:
         """First calls allocate, choose kernels and capture graphs; their time is nobody's."""

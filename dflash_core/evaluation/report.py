@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from dflash_core.evaluation.panels import Metrics
 from dflash_core.evaluation.plots import inline_charts
 from dflash_core.evaluation.result import EvaluationResult
-from dflash_core.evaluation.tables import sets_table
+from dflash_core.evaluation.tables import sets_table, ways_table
 from dflash_core.stages import atomic_write
 
 
@@ -50,7 +50,7 @@ def write_report(path: Path, report: Report) -> Path:
     evaluation = report.evaluation
     page = template.render(
         report=report, evaluation=evaluation, trained=evaluation.trained, before=evaluation.untrained,
-        sets=sets_table(evaluation), charts=inline_charts(report.metrics, evaluation),
+        sets=sets_table(evaluation), ways=ways_table(evaluation), charts=inline_charts(report.metrics, evaluation),
     )  # fmt: skip
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")

@@ -112,10 +112,30 @@ class Measured(_Frozen):
         return figures
 
 
+class Way(_Frozen):
+    """How prompts were decoded: so many together, at a temperature, with blocks of a size."""
+
+    batch_size: int
+    temperature: float
+    block_size: int
+
+
+class WayFigures(_Frozen):
+    """A drafter on all prompts, beside the target alone, decoded in another way.
+
+    diverged: prompts whose text differs from that of the target alone in the same way; None where tokens are drawn
+    """
+
+    way: Way
+    diverged: int | None
+    figures: Figures
+
+
 class EvaluationResult(Measured):
     """A drafter as it will be used, and how it was measured. Greedy decoding, one request at a time.
 
-    The figures of all prompts are its own; those of the held-out prompts and of each set are in ``sets``.
+    The figures of all prompts are its own; those of the held-out prompts and of each set are in ``sets``, those of other ways of
+    decoding, on all prompts, in ``ways``.
     """
 
     target: str
@@ -129,12 +149,23 @@ class EvaluationResult(Measured):
     max_new_tokens: int
     temperature: float
     sets: dict[str, Measured]
+    ways: tuple[WayFigures, ...] = ()
     rows: tuple[PromptFigures, ...]
 
     def metrics(self) -> dict[str, float]:
-        """The headline figures of all prompts, and of each set as ``eval/<set>/<name>``."""
+        """The headline figures of all prompts, of each set as ``eval/<set>/<name>``, and of each way as ``eval/batch-1_t-0.0_block-8/<name>``."""
         of_sets = {f"eval/{name}/{figure}": value for name, found in self.sets.items() for figure, value in found.headline().items()}
-        return self.headline() | of_sets
+        of_ways = {
+            f"eval/batch-{found.way.batch_size}_t-{found.way.temperature}_block-{found.way.block_size}/{figure}": value
+            for found in self.ways
+            for figure, value in (
+                ("speedup", found.figures.speedup),
+                ("tokens_per_second", found.figures.tokens_per_second),
+                ("baseline_tokens_per_second", found.figures.baseline_tokens_per_second),
+                ("acceptance_length", found.figures.acceptance.mean_of_requests),
+            )
+        }
+        return self.headline() | of_sets | of_ways
 
 
 def measured(records: Sequence[PromptRecord], block_size: int) -> Measured:

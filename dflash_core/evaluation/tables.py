@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dflash_core.evaluation.compare import Comparison, Paired
 from dflash_core.evaluation.intervals import Interval
-from dflash_core.evaluation.result import EvaluationResult, Measured
+from dflash_core.evaluation.result import EvaluationResult, Measured, Way, WayFigures
 
 OVERALL = "overall"
 
@@ -15,6 +15,14 @@ def sets_table(result: EvaluationResult) -> list[dict[str, str]]:
     if len(rows) > 1:
         rows[OVERALL] = result
     return [_row(name, found) for name, found in rows.items()]
+
+
+def ways_table(result: EvaluationResult) -> list[dict[str, str]]:
+    """A row for each way of decoding, the usual one first; empty where there is no other."""
+    usual = WayFigures(
+        way=Way(batch_size=1, temperature=result.temperature, block_size=result.block_size), diverged=result.diverged, figures=result.trained
+    )
+    return [_way_row(found) for found in (usual, *result.ways)] if result.ways else []
 
 
 def comparison_table(comparison: Comparison) -> list[dict[str, str]]:
@@ -36,6 +44,24 @@ def _compared_row(name: str, found: Paired, comparison: Comparison) -> dict[str,
         "better / worse": f"{found.better} / {found.worse}",
         "p": f"{found.p_value:.2g}",
         "": "more than chance" if found.significant else "may be chance" if found.difference else "the same",
+    }
+
+
+def _way_row(found: WayFigures) -> dict[str, str]:
+    figures, of = found.figures, found.figures.intervals
+    drafted, accepted = figures.acceptance.drafted, figures.acceptance.accepted
+    return {
+        "together": str(found.way.batch_size),
+        "temperature": f"{found.way.temperature:g}",
+        "block": str(found.way.block_size),
+        "acceptance length": with_interval(figures.acceptance.mean_of_requests, of.acceptance_length if of else None),
+        "pooled": f"{figures.acceptance.pooled:.2f}",
+        "drafted": f"{drafted:,}",
+        "wasted": f"{drafted - accepted:,}",
+        "diverged": "" if found.diverged is None else str(found.diverged),
+        "tokens/s": f"{figures.tokens_per_second:,.1f}",
+        "without drafter": f"{figures.baseline_tokens_per_second:,.1f}",
+        "speed-up": with_interval(figures.speedup, of.speedup if of else None, "×"),
     }
 
 

@@ -16,7 +16,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.decoding import autoregressive_generate
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import DataError
-from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter
+from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, ways_table
 from dflash_core.target import TargetModel
 from tests.decoding.oracle import OracleDrafter
 from tests.evaluation.conftest import TOKENS, prompts_of
@@ -160,3 +160,29 @@ def test_a_smaller_block_than_trained_is_measured_as_such(evaluate: Evaluate, co
 def test_no_held_out_prompt_is_an_error_that_names_the_setting(evaluate: Evaluate) -> None:
     with pytest.raises(DataError, match=r"data.heldout_fraction = 0.05: left no prompt"):
         evaluate(prompts=[])
+
+
+def test_every_other_way_of_decoding_is_measured_once_on_all_prompts(
+    evaluate: Evaluate, config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = with_evaluation(config, batch_sizes=(1, 3), temperatures=(0.0, 1.0), block_sizes=(2,))
+    result = evaluate(config=several)
+    ways = [(found.way.batch_size, found.way.temperature, found.way.block_size) for found in result.ways]
+    assert ways == [(1, 0.0, 2), (1, 1.0, 4), (1, 1.0, 2), (3, 0.0, 4), (3, 0.0, 2), (3, 1.0, 4), (3, 1.0, 2)]
+    for found in result.ways:
+        assert found.figures.prompts == result.prompts
+        assert found.diverged == (None if found.way.temperature else 0)
+        assert len(found.figures.acceptance.per_position) == found.way.block_size - 1
+        assert found.figures.seconds.total > 0
+    greedy = [found.figures.acceptance for found in result.ways if found.way.temperature == 0.0 and found.way.block_size == 4]
+    assert greedy == [result.trained.acceptance], "company changes neither texts nor rounds"
+    assert result.metrics()["eval/batch-3_t-0.0_block-4/speedup"] == result.ways[3].figures.speedup
+    assert [row["together"] for row in ways_table(result)] == ["1", "1", "1", "1", "3", "3", "3", "3"]
+
+    def nothing(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was measured before")
+
+    monkeypatch.setattr("dflash_core.evaluation.ways.open_decoder", nothing)
+    assert evaluate(config=several).ways == result.ways
+    (tmp_path / "evaluation.json").unlink()
+    assert not evaluate().ways
