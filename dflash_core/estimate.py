@@ -89,13 +89,14 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     layer = info.hidden_size * (2 * info.num_heads + 2 * info.num_kv_heads) * info.head_dim + 3 * info.hidden_size * info.intermediate_size
     head = info.hidden_size * info.vocab_size
     target_bytes = (info.num_layers * layer + head) * _BYTES[config.target.dtype]
-    deepest = max(plan.tap_layers) + 1
+    deepest = max(plan.tap_layers) + 1 if config.extraction.teacher == "none" else info.num_layers
 
     feature_bytes = tokens * sum(column.token_bytes for column in feature_columns(config.extraction, len(plan.tap_layers), info.hidden_size))
     guess = training.max_steps or max(1, training.epochs * math.ceil(tokens / training.row_length) // config.rows_per_step)
     steps = planned_steps(plan) if amounts.exact else guess
     slots = training.num_anchors * config.drafter.block_size
-    row_operations = 6 * body * (slots + training.row_length // 2) + 4 * head * slots
+    vocabulary_products = 3 if config.objective.distillation.weight > 0 and config.extraction.teacher == "last_hidden" else 2
+    row_operations = 6 * body * (slots + training.row_length // 2) + 2 * vocabulary_products * head * slots
     replica_bytes = body * (4 * 4 + _BYTES[training.precision]) + 2 * head * _BYTES[training.precision] + 8 * slots * 12 * info.hidden_size
     sizes = [min(config.evaluation.num_prompts, amounts.heldout), *(_rows_of(item) for item in config.evaluation.sets)]
     prompts, before = sum(sizes), config.evaluation.untrained_prompts
