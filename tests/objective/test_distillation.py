@@ -147,6 +147,25 @@ def test_interpreted_kernel_equals_its_twin() -> None:
     assert finished.stdout.endswith("equal\n")
 
 
+@pytest.mark.parametrize(("softcap", "teacher"), [(False, True), (True, True), (False, False)])
+def test_kernel_compiles_for_hopper_with_wide_loads(softcap: bool, teacher: bool) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dflash_core.objective import distillation_kernel as kernel
+
+    pointers = {"logits_ptr": "*bf16", "teacher_ptr": "*bf16", "labels_ptr": "*i64", "nll_ptr": "*fp32", "hit_ptr": "*i1", "divergence_ptr": "*fp32"}
+    numbers = {"logits_stride": "i32", "teacher_stride": "i32", **dict.fromkeys(("softcap", "hard", "soft", "coldness"), "fp32")}
+    constants = {"VOCABULARY": 151_936, "HAS_SOFTCAP": softcap, "HAS_TEACHER": teacher, "WANT_GRADIENT": True, "BLOCK": kernel.BLOCK}
+    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers) + 2)}  # as the launcher finds for rows of a multiple of 16
+    source = ASTSource(fn=kernel._mixture_kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.NUM_WARPS})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]  # 16 bytes a thread
+    assert compiled.metadata.shared < 100_000
+
+
 @needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
