@@ -17,7 +17,7 @@ from dflash_core.evaluation import EvaluationResult, PromptRecord, sets_table
 from dflash_core.evaluation.panels import running_mean, series
 from dflash_core.evaluation.plots import inline_charts, report_figure, write_picture
 from dflash_core.evaluation.report import Report, write_report
-from dflash_core.evaluation.result import measured, prompt_figures
+from dflash_core.evaluation.result import Way, WayFigures, measured, prompt_figures
 from dflash_core.training import read_metrics
 
 
@@ -155,3 +155,13 @@ def test_several_sets_have_a_chart_and_a_table_and_one_has_no_row_over_all(tmp_p
     assert re.findall(r"<tr><td>(heldout|mtbench|overall)</td><td class=\"n\">(\d)", text) == [("heldout", "3"), ("mtbench", "3"), ("overall", "6")]
     assert "6 prompts of 2 sets" in " ".join(text.split())
     assert [row["set"] for row in sets_table(result(untrained=False, rounds=[1]))] == ["heldout"]
+
+
+def test_other_ways_of_decoding_are_a_table_of_the_page_where_there_are_any(tmp_path: Path) -> None:
+    evaluation = result(untrained=False, rounds=[3, 0, 1])
+    way = WayFigures(way=Way(batch_size=32, temperature=0.7, block_size=4), diverged=None, figures=evaluation.trained)
+    heading = "Other ways of decoding all prompts"
+    assert heading not in page(tmp_path, metrics=[], evaluation=evaluation)
+    text = page(tmp_path, metrics=[], evaluation=evaluation.model_copy(update={"ways": (way,)}))
+    rows = text.partition(heading)[2].partition("</table>")[0]
+    assert re.findall(r"<tr><td[^>]*>(\d+)</td><td[^>]*>([\d.]+)</td>", rows) == [("1", "0"), ("32", "0.7")]
