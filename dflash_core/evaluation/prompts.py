@@ -79,11 +79,12 @@ def set_prompts(
         ]
     )  # fmt: skip
     place = folder / f"{chosen.name}-{key[:12]}"
-    with stage_lock(place):
-        if not (place / PROMPTS).is_file():
+    made = place / PROMPTS
+    if not made.is_file():  # a file that is there is whole, so evaluations of it may go on side by side
+        with stage_lock(place):
             prompts = _made(config, chosen, info, tokenizer, target, place, progress)
-            write_json_atomic(place / PROMPTS, [asdict(prompt) for prompt in prompts])
-        rows = json.loads((place / PROMPTS).read_bytes())
+            write_json_atomic(made, [asdict(prompt) for prompt in prompts])
+    rows = json.loads(made.read_bytes())
     return [EvaluationPrompt(chosen.name, row["id"], row["conversation"], tuple(row["tokens"])) for row in rows]
 
 

@@ -15,6 +15,7 @@ from dflash_core.data import benchmarks, render_prompt
 from dflash_core.decoding import autoregressive_generate
 from dflash_core.errors import DataError
 from dflash_core.evaluation import EvaluationPrompt, set_prompts
+from dflash_core.stages import stage_lock
 from dflash_core.target import TargetModel, load_tokenizer
 
 Make = Callable[..., list[EvaluationPrompt]]
@@ -56,6 +57,13 @@ def test_a_set_is_made_once_and_anew_when_its_file_changes(make: Make) -> None:
     assert make(CHATS, none) == prompts
     assert make(CHATS[1:], none) == prompts[2:], "a single turn needs no answer"
     assert [item.id for item in make(CHATS, limit=1)] == ["a", "a#2"]
+
+
+def test_several_evaluations_may_read_a_set_at_once_once_it_is_made(make: Make, tmp_path: Path) -> None:
+    prompts = make(CHATS)
+    (folder,) = (tmp_path / "sets").glob("chats-*/")
+    with stage_lock(folder):
+        assert make(CHATS) == prompts
 
 
 def test_rows_that_cannot_be_used_are_named_with_the_set(make: Make) -> None:
