@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         if ranks is not None:
             ranks.leave(f"{type(error).__name__}: {error}")
         raise
-    if failure is not None and (ranks is not None or os.environ.get("RANK", "0") == "0"):  # what is wrong with the settings is wrong for all
+    if failure is not None:  # by every process: torchrun ends the others as soon as the first one has failed
         print(_who(ranks) + failure, file=sys.stderr)
     if ranks is not None:
         ranks.leave(failure)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import fsspec
 import torch
 
 from dflash_core.config import PipelineConfig
@@ -69,10 +70,24 @@ def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
     cache = config.data.response_cache
     if cache is not None and not cache.is_file():
         yield Problem("data.response_cache", str(cache), "there is no such file", "Correct the path or leave it out")
+    there = next(folder for folder in (config.run.workspace.absolute(), *config.run.workspace.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        yield Problem("run.workspace", str(config.run.workspace), f"{there} is not a folder", "Name a folder; it is made where there is none")
+    if config.extraction.store is not None:
+        yield from _store_problems(config.extraction.store)
     start = config.drafter.initial_checkpoint
     if start is not None and (missing := [name for name in ("config.json", "model.safetensors") if not (start / name).is_file()]):
         message = f"is not a drafter folder: it has no {' and no '.join(missing)}"
         yield Problem("drafter.initial_checkpoint", str(start), message, "Name a folder that 'dflashctl export' wrote")
+
+
+def _store_problems(store: str) -> Iterator[Problem]:
+    try:
+        fsspec.get_filesystem_class(store.partition("://")[0])
+    except ImportError as error:
+        yield Problem("extraction.store", store, str(error), "Install what is missing; for s3: pip install 'dflash-pipeline[s3]'")
+    except ValueError as error:
+        yield Problem("extraction.store", store, str(error), "Use an address that fsspec knows, such as s3://bucket/shards")
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[Problem]:

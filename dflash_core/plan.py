@@ -266,7 +266,7 @@ class Plan:
     def _features_depend_on(self) -> dict[str, Any]:
         if self.extracts:
             return {"shards": self.key("shards")}
-        extraction = self.config.extraction.model_dump(mode="json", exclude={"samples_per_shard", "devices"})
+        extraction = self.config.extraction.model_dump(mode="json", include={"batch_tokens", "feature_dtype"})  # all else is about disks
         return {"online": {**self._shards_depends_on(), "extraction": extraction}}
 
     def _train_depends_on(self) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def in_markdown(version: Version, page: str | None, current: Round, decision: De
     lines = [
         f"# {version.name}: {heading.get(outcome, dry_run)}",
         "",
-        f"{linked(str(version), page)} {'is' if outcome in heading else ''} **{outcome}**.",
+        f"{linked(str(version), page)} {'is ' if outcome in heading else ''}**{outcome}**.",
         "",
         *(f"- {reason}" for reason in reasons),
         "",

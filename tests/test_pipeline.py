@@ -105,7 +105,7 @@ def test_a_second_run_finds_every_stage_and_loads_no_target(config: Path, monkey
         ("evaluation.num_prompts=2", AFTER["evaluate"]),
         ("run.name=renamed", []),
         ("extraction.devices=[cpu, cpu]", []),
-        ("extraction.store=s3://bucket/shards", []),
+        ("extraction.store=memory://shards", []),
         ("training.log_every=3", []),
         ("training.queue_rows=4", []),
         ("training.max_nonfinite_steps=5", []),
@@ -117,6 +117,13 @@ def test_a_changed_setting_asks_for_what_depends_on_it(config: Path, change: str
     plan = plan_of(config, change)
     assert missing(plan) == again
     assert all("no result for these settings" in (plan.stage(name).why_not or "") for name in again)
+
+
+def test_what_is_about_disks_asks_for_nothing_again_where_targets_feed_the_training(config: Path) -> None:
+    online = "training.feed=online"
+    changes = ("extraction.store=memory://shards", "extraction.samples_per_shard=9", "extraction.devices=[cpu, cpu]")
+    assert {plan_of(config, online, change).key("train") for change in changes} == {plan_of(config, online).key("train")}
+    assert plan_of(config, online, "extraction.batch_tokens=1").key("train") != plan_of(config, online).key("train")
 
 
 @pytest.mark.parametrize(
@@ -514,6 +521,9 @@ def test_steps_that_are_not_given_are_as_many_as_the_epochs_hold(config: Path) -
         ("drafter.tap_layers=[0, 5]", "drafter.tap_layers"),
         ("data.response_cache=gone.jsonl", "data.response_cache = 'gone.jsonl': there is no such file"),
         ("drafter.initial_checkpoint=FOLDER", "drafter.initial_checkpoint"),
+        ("extraction.store=nowhere://xy", "extraction.store = 'nowhere://xy': Protocol not known: nowhere. Use an address that fsspec knows"),
+        ("run.workspace=FOLDER/config.json", "run.workspace = "),
+        ("run.workspace=FOLDER/config.json/deeper", "run.workspace = "),
         ("training.devices=['cuda:7']", "training.devices.0 = 'cuda:7': there is no such device"),
     ],
 )

@@ -203,6 +203,16 @@ def read_index(path: Path) -> pa.Table:
     return table
 
 
+def is_whole(folder: Path, card: ShardCard, shard: int) -> bool:
+    """Whether a shard and its index rows are there, of the right size."""
+    try:
+        rows = read_index(index_part(folder, shard))
+        size = (folder / shard_name(shard)).stat().st_size
+    except (FileNotFoundError, ShardError):
+        return False
+    return size == Layout.of(card.columns, sum(rows["tokens"].to_pylist())).size
+
+
 def checksum(pieces: Sequence[torch.Tensor]) -> int:
     """CRC-32 of some uint8 tensors on the CPU, one after the other.
 

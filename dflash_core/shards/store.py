@@ -18,7 +18,7 @@ import fsspec
 from pydantic import ValidationError
 
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import CARD, INDEX, ShardCard, index_part, shard_name
+from dflash_core.shards.format import CARD, INDEX, ShardCard, index_part, is_whole, shard_name
 from dflash_core.stages import Progress, atomic_write, no_progress
 
 _AT_ONCE = 8  # files on their way together: a single connection to an object store does not fill a network
@@ -57,7 +57,7 @@ def pull(address: str, folder: Path, progress: Progress = no_progress) -> None:
     """Copy a finished dataset from a store. Files that are there, of the right size, stay.
 
     Raises:
-        ShardError: there is none, or the store cannot be reached; what has arrived stays.
+        ShardError: there is none, files of it are missing or truncated, or the store cannot be reached; what has arrived stays.
     """
     with _clear_errors(address):
         files, path = _store(address)
@@ -66,8 +66,10 @@ def pull(address: str, folder: Path, progress: Progress = no_progress) -> None:
             raise ShardError(f"{address} holds no finished dataset of hidden states: it has no {INDEX}. Push one, or correct the address.")
         try:
             card = ShardCard.model_validate_json(files.cat_file(f"{path}/{CARD}"))
-        except ValidationError as error:
-            raise ShardError(f"{address}/{CARD} is of another format or damaged: {error}. Push the dataset again.") from error
+        except (FileNotFoundError, ValidationError) as error:
+            raise _damaged(address, f"{CARD} is missing, damaged or of another format") from error
+        if lacking := [name for name in _names(card) if name not in there]:
+            raise _damaged(address, f"{len(lacking)} files are missing, the first is {lacking[0]}")
 
         def fetch(name: str) -> None:
             here = folder / name
@@ -76,8 +78,14 @@ def pull(address: str, folder: Path, progress: Progress = no_progress) -> None:
                     files.get_file(f"{path}/{name}", str(temporary))
 
         _each(fetch, _names(card), progress)
+        if broken := [shard for shard in range(card.num_shards) if not is_whole(folder, card, shard)]:
+            raise _damaged(address, f"{shard_name(broken[0])} was truncated or overwritten")
         for name in (CARD, INDEX):
             fetch(name)
+
+
+def _damaged(address: str, how: str) -> ShardError:
+    return ShardError(f"{address} is damaged: {how}. Delete it there, and the next run makes and puts it there anew.")
 
 
 def _names(card: ShardCard) -> list[str]:
@@ -119,4 +127,6 @@ def _clear_errors(address: str) -> Iterator[None]:
         raise ShardError(f"{address}: {error}. For Amazon's and compatible stores: pip install 'dflash-pipeline[s3]'.") from error
     except Exception as error:  # every kind of store has errors of its own
         message = f"{type(error).__name__}: {error}"
-        raise ShardError(f"{address} cannot be used: {message}. Check address, credentials and network, and start again.") from error
+        raise ShardError(
+            f"{address} cannot be used: {message}. Check address, credentials and network (extraction.store), and start again."
+        ) from error

@@ -25,7 +25,20 @@ import torch
 
 from dflash_core.errors import ShardError
 from dflash_core.shards.claims import Claims
-from dflash_core.shards.format import CARD, DTYPES, INDEX, INDEX_PARTS, INDEX_SCHEMA, Layout, ShardCard, checksum, index_part, read_index, shard_name
+from dflash_core.shards.format import (
+    CARD,
+    DTYPES,
+    INDEX,
+    INDEX_PARTS,
+    INDEX_SCHEMA,
+    Layout,
+    ShardCard,
+    checksum,
+    index_part,
+    is_whole,
+    read_index,
+    shard_name,
+)
 from dflash_core.stages import atomic_write, write_json_atomic
 
 
@@ -67,12 +80,7 @@ class ShardWriter:
 
     def is_finished(self, shard: int) -> bool:
         """Whether a shard and its index rows are there, of the right size."""
-        try:
-            rows = read_index(index_part(self.folder, shard))
-            size = (self.folder / shard_name(shard)).stat().st_size
-        except (FileNotFoundError, ShardError):
-            return False
-        return size == Layout.of(self.card.columns, sum(rows["tokens"].to_pylist())).size
+        return is_whole(self.folder, self.card, shard)
 
     @contextlib.contextmanager
     def shard(self, shard: int, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[OpenShard]:

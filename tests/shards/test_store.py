@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -115,6 +116,30 @@ def test_a_bit_that_flipped_in_the_store_is_found_when_the_sample_is_read(whole:
         dataset.sample(7)
 
 
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: path.unlink(), r"1 files are missing, the first is shard-00001\.safetensors"),
+        (lambda path: path.write_bytes(b"short"), r"shard-00001\.safetensors was truncated"),
+        (lambda path: path.with_name("card.json").write_text("{"), r"card\.json is missing, damaged or of another format"),
+        (lambda path: path.with_name("card.json").unlink(), r"card\.json is missing, damaged or of another format"),
+    ],
+)
+def test_a_dataset_that_was_damaged_in_the_store_is_refused_and_is_whole_once_it_is_pushed_anew(
+    whole: Path, tmp_path: Path, harm: Callable[[Path], object], message: str
+) -> None:
+    address = f"file://{tmp_path}/store"
+    push(whole, address)
+    harm(tmp_path / "store" / "shard-00001.safetensors")
+    with pytest.raises(ShardError, match=rf"store is damaged: {message}.*Delete it there"):
+        pull(address, tmp_path / "pulled")
+    assert not (tmp_path / "pulled" / "index.arrow").exists()
+    shutil.rmtree(tmp_path / "store")
+    push(whole, address)
+    pull(address, tmp_path / "pulled")
+    assert contents(tmp_path / "pulled") == contents(whole)
+
+
 def test_a_store_that_nobody_knows_is_named() -> None:
-    with pytest.raises(ShardError, match=r"nowhere://x cannot be used.*Check address"):
+    with pytest.raises(ShardError, match=r"nowhere://x cannot be used.*Check address, credentials and network \(extraction\.store\)"):
         holds("nowhere://x")

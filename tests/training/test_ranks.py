@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from dflash_core.__main__ import main
 from dflash_core.config import load_config
 from dflash_core.errors import ConfigError, TrainingError
 from dflash_core.pipeline import run_stage
@@ -159,6 +160,16 @@ def test_a_launcher_that_is_not_the_configured_one_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=problem):
         check_launcher(load_config(config, [f"training.{change}" for change in changes]), str(config))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_process_says_what_is_wrong_with_the_settings_since_torchrun_ends_the_others_after_the_first(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    for name, value in {**BY_TORCHRUN, **TWO, "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(config)]) == 2
+    assert "training.launcher = 'threads': torchrun has started this process" in capsys.readouterr().err
 
 
 def test_two_hosts_may_have_gpus_of_the_same_names(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
