@@ -15,7 +15,7 @@ from dflash_core.evaluation.plots import write_comparison
 from dflash_core.pipeline import run_stage
 from dflash_core.plan import Plan
 from dflash_core.stages import write_json_atomic
-from flows.one_stage import evaluation_here, print_rows, require
+from flows.one_stage import evaluation_here, print_rows, require, require_folder
 from tasks.evaluate import find_drafter
 
 RESULT = "evaluation.json"
@@ -25,16 +25,20 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
     """Print a table of both on each set, and write ``comparison.json`` and ``comparison.png`` into ``to`` if that is given.
 
     Raises:
-        InputError: one of them is no evaluation (or, with a configuration, no drafter); or they were measured on other prompts or settings.
+        InputError: one of them is no evaluation (or, with a configuration, no drafter); ``to`` is no folder; or they were measured on other
+            prompts or settings.
         StageMissingError: the responses of the configuration are not there yet.
     """
+    if to is not None:
+        require_folder("--to", to)
     if config is None:
         one, other = _read(first), _read(second)
     else:
         plan = Plan(load_config(config, overrides), str(config))
         require(plan, config, "responses")
         run_stage(plan, "samples")
-        one, other = (evaluation_here(plan, find_drafter(plan.config, drafter)) for drafter in (first, second))
+        found = [find_drafter(plan.config, drafter) for drafter in (first, second)]
+        one, other = (evaluation_here(plan, folder) for folder in found)
     comparison = compare(one, other, *_names(first, second))
     console = Console(highlight=False)
     print_rows(console, comparison_table(comparison))

@@ -73,13 +73,13 @@ def export(path: Path, overrides: Sequence[str], to: Path | None) -> Path:
         InputError: ``to`` is there already.
         CheckpointError: the copy is not what was exported.
     """
+    if to is not None:
+        require_new("--to", to)
     plan = Plan(load_config(path, overrides), str(path))
     require(plan, path, "evaluate")
     folder = drafter_folder(run_stage(plan, "export").folder)
     if to is None:
         return folder
-    if to.exists():
-        raise InputError("--to", [Problem("--to", str(to), "is there already", "Name a folder that does not exist")])
     shutil.copytree(folder, to)
     verify_export(to, plan.info)
     return to
@@ -104,6 +104,20 @@ def print_rows(console: Console, rows: Sequence[Mapping[str, str]]) -> None:
     for row in rows:
         table.add_row(*row.values())
     console.print(table)
+
+
+def require_new(option: str, path: Path) -> None:
+    """Raise ``InputError`` unless the path is free to be written: told before the work, not after it."""
+    if path.exists():
+        raise InputError(option, [Problem(option, str(path), "is there already", "Name one that does not exist")])
+    require_folder(option, path.parent)
+
+
+def require_folder(option: str, path: Path) -> None:
+    """Raise ``InputError`` unless the path is a folder, or can become one."""
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if not found.is_dir():
+        raise InputError(option, [Problem(option, str(path), f"{found} is not a folder", "Name another one")])
 
 
 def require(plan: Plan, path: Path, name: str) -> None:

@@ -171,6 +171,21 @@ def test_export_copies_the_folder_and_does_not_overwrite(config: Path, tmp_path:
     assert "is there already" in errors
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(config: Path, tmp_path: Path) -> None:
+    kept, evaluation = tmp_path / "mine.jsonl", str(Plan(load_config(config)).folder("evaluate"))
+    kept.write_text("mine")
+    for arguments, reason in (
+        (("prompts", str(config), str(kept)), f"OUT = '{kept}': is there already"),
+        (("prompts", str(config), f"{kept}/out.jsonl"), f"{kept} is not a folder"),
+        (("export", str(config), "--to", f"{kept}/drafter"), f"{kept} is not a folder"),
+        (("compare", evaluation, evaluation, "--to", str(kept)), f"--to = '{kept}': {kept} is not a folder"),
+    ):
+        status, output, errors = dflashctl(*arguments)
+        assert (status, output) == (2, ""), arguments
+        assert reason in errors
+    assert kept.read_text() == "mine"
+
+
 def test_doctor_tells_what_this_machine_has() -> None:
     status, output, _ = dflashctl("doctor")
     assert status == 0, output
