@@ -121,6 +121,9 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
     else:
         yield from tap_problems(taps, info)
     yield from mask_token_problems(drafter.mask_token_id, info)
+    if config.extraction.teacher == "topk" and config.extraction.teacher_tokens > info.vocab_size:
+        message = f"more than the {info.vocab_size} tokens of the target's vocabulary"
+        yield Problem("extraction.teacher_tokens", config.extraction.teacher_tokens, message, "Lower it; 32 hold nearly all of the probability")
     precision = config.training.precision
     if precision == "fp8":
         sizes = {

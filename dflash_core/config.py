@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -28,6 +28,16 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 LoosePath = Annotated[Path, Field(strict=False)]
+_COLDEST = 0.01  # divided by less, logits leave the range of float32
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if 0.0 < temperature < _COLDEST:
+        raise ValueError(f"is neither 0 nor at least {_COLDEST}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0.0), AfterValidator(_greedy_or_warm)]
 
 
 def _number_fields(schema: dict[str, Any]) -> None:
@@ -93,7 +103,7 @@ class GenerationConfig(Section):
     """How the target answers the prompts."""
 
     max_new_tokens: PositiveInt = Field(512, description="Longest response, in tokens.")
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy; otherwise the sampling temperature.")
+    temperature: Temperature = Field(0.0, description="0 is greedy; otherwise the sampling temperature.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling: share of probability that is kept.")
     top_k: int = Field(0, ge=0, description="Keep only the k most likely tokens; 0 keeps all.")
     batch_size: PositiveInt = Field(32, description="Conversations generated together.")
@@ -203,7 +213,7 @@ class DistillationConfig(Section):
     """Learning the target's whole distribution, not its token alone. Needs extraction.teacher."""
 
     weight: Fraction = Field(0.0, description="Share of the divergence from the target's distribution in the loss; the rest is cross-entropy.")
-    temperature: float = Field(1.0, gt=0.0, description="Temperature of both distributions in it; above 1 unlikely tokens count more.")
+    temperature: float = Field(1.0, ge=_COLDEST, description="Temperature of both distributions in it; above 1 unlikely tokens count more.")
 
 
 class ObjectiveConfig(Section):
@@ -333,7 +343,7 @@ class EvaluationConfig(Section):
     batch_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
         (1,), min_length=1, description="Requests that are decoded together; all combinations with temperatures and block_sizes are measured."
     )
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(strict=False)] = Field(
+    temperatures: Annotated[tuple[Temperature, ...], Field(strict=False)] = Field(
         (0.0,), min_length=1, description="Temperatures of decoding. Losslessness is always judged greedily, one request at a time."
     )
     block_sizes: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(strict=False)] = Field(
@@ -489,7 +499,8 @@ def _problems(error: ValidationError, model: type[Section]) -> Iterator[Problem]
 
 def _message(item: Mapping[str, Any]) -> str:
     messages = {"missing": "is required", "extra_forbidden": "is not a known setting"}
-    return messages.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
+    said = item["msg"].removeprefix("Value error, ")
+    return messages.get(item["type"], (said[:1].lower() + said[1:]).replace("tuple", "list"))  # as YAML calls it
 
 
 def _remedy(model: type[Section], location: Sequence[str | int], item: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dflash_core.errors import Problem
 
 if TYPE_CHECKING:
-    from dflash_core.config import DrafterConfig, PipelineConfig
+    from dflash_core.config import DrafterConfig, EvaluationConfig, PipelineConfig
 
 
 def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
@@ -42,15 +42,17 @@ def _sizes(config: PipelineConfig) -> Iterator[Problem]:
             f"a row of training.row_length = {training.row_length} has at most {training.row_length - 1} anchors",
             "Lower training.num_anchors; about an eighth of the row length is usual",
         )  # fmt: skip
-    for block_size in evaluation.block_sizes:
-        if block_size > drafter.block_size:
-            message = f"larger than the trained drafter.block_size = {drafter.block_size}"
-            yield Problem("evaluation.block_sizes", block_size, message, "Decode with blocks of the trained size or smaller ones")
-    if evaluation.block_size is not None and evaluation.block_size > drafter.block_size:
-        yield Problem(
-            "evaluation.block_size", evaluation.block_size, f"larger than the trained drafter.block_size = {drafter.block_size}",
-            "Decode with at most the trained block size",
-        )  # fmt: skip
+    yield from block_size_problems(evaluation, drafter.block_size)
+
+
+def block_size_problems(evaluation: EvaluationConfig, trained: int) -> Iterator[Problem]:
+    """Block sizes of decoding that a drafter trained with blocks of ``trained`` tokens cannot draft."""
+    asked = [("evaluation.block_size", evaluation.block_size)]
+    asked += [(f"evaluation.block_sizes.{index}", size) for index, size in enumerate(evaluation.block_sizes)]
+    for field, size in asked:
+        if size is not None and size > trained:
+            message = f"larger than the block size that the drafter is trained with, {trained}"
+            yield Problem(field, size, message, "Decode with blocks of the trained size or smaller ones")
 
 
 def _taps(drafter: DrafterConfig) -> Iterator[Problem]:

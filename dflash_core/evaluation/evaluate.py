@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from dflash_core.config import PipelineConfig, digest_of
+from dflash_core.config_rules import block_size_problems
 from dflash_core.decoding import Decoder, Generation, Room, open_decoder, open_verifier
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import DataError, InputError, Problem
@@ -57,12 +58,15 @@ def evaluate_drafter(
 
     Raises:
         DataError: there is no prompt.
-        InputError: ``evaluation.block_size`` is not one that the drafter can draft, or a prompt leaves no room in the target's positions.
+        InputError: ``evaluation.block_size`` or one of ``block_sizes`` is not one that the drafter can draft, or a prompt leaves no room in the
+            target's positions.
     """
     settings = config.evaluation
     if not prompts:
         remedy = "Raise data.heldout_fraction or give more prompts"
         raise DataError("evaluation", [Problem("data.heldout_fraction", config.data.heldout_fraction, "left no prompt to evaluate on", remedy)])
+    if problems := list(block_size_problems(settings, drafter.config.block_size)):  # this drafter may be another than the settings'
+        raise InputError("evaluation", problems)
     folder.mkdir(parents=True, exist_ok=True)
     longest = max(len(prompt.tokens) for prompt in prompts)
     room = Room(1, longest, settings.max_new_tokens, settings.block_size or drafter.config.block_size)

@@ -35,9 +35,6 @@ def measure_ways(
     Args:
         drafter: on the target's device, in its precision.
         key: digest of everything else that is measured with; figures of another key are measured afresh.
-
-    Raises:
-        InputError: a block size that the drafter cannot draft.
     """
     found: list[WayFigures] = []
     room, verifier = Room(0, 0, 0, 0), None

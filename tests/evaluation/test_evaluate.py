@@ -15,7 +15,7 @@ import dflash_core.evaluation.evaluate as evaluate_module
 from dflash_core.config import PipelineConfig
 from dflash_core.decoding import autoregressive_generate
 from dflash_core.drafter import DFlashDrafter
-from dflash_core.errors import DataError
+from dflash_core.errors import DataError, InputError
 from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, ways_table
 from dflash_core.target import TargetModel
 from tests.decoding.oracle import OracleDrafter
@@ -155,6 +155,13 @@ def test_a_smaller_block_than_trained_is_measured_as_such(evaluate: Evaluate, co
     assert result.block_size == 2
     assert len(result.trained.acceptance.per_position) == 1
     assert result.lossless == 1.0
+
+
+def test_blocks_that_this_drafter_cannot_draft_are_refused_at_once(evaluate: Evaluate, config: PipelineConfig, tmp_path: Path) -> None:
+    larger = config.drafter.model_copy(update={"block_size": 8})
+    with pytest.raises(InputError, match=r"evaluation\.block_sizes\.1 = 6: larger than the block size that the drafter is trained with"):
+        evaluate(config=with_evaluation(config.model_copy(update={"drafter": larger}), block_sizes=(2, 6)))
+    assert not list(tmp_path.rglob("prompts.jsonl"))
 
 
 def test_no_held_out_prompt_is_an_error_that_names_the_setting(evaluate: Evaluate) -> None:
