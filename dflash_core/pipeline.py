@@ -127,8 +127,12 @@ def _is_busy(folder: Path) -> bool:
 
 
 def _help_with_shards(plan: Plan, folder: Path, progress: Progress, watch: Stopwatch) -> StageResult:
-    """Extract beside the process that holds the stage, until it says that the stage is done. Takes its place should it die."""
-    _run_shards(plan, folder, progress, no_metrics)
+    """Extract beside the process that holds the stage, until it says that the stage is done. Takes its place should it die.
+
+    What has to do with the store is for the other one to do.
+    """
+    if not _in_store(plan, folder):
+        _extract(plan, folder, progress)
     while (found := plan.stage("shards").manifest) is None:
         if not _is_busy(folder):
             return run_stage(plan, "shards", progress=progress)
@@ -275,16 +279,30 @@ def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: Metri
 
 
 def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
-    target, taps, store = plan.config.target, plan.tap_layers, plan.config.extraction.store
     planned_steps(plan)
-    address = f"{store}/{folder.name}" if store else None
-    if address and holds(address):
-        pull(address, folder, progress)
-        ShardCard.read(folder).require(expected_of(plan.info, taps), folder)
+    if _in_store(plan, folder):
+        pull(_address(plan, folder), folder, progress)
+        ShardCard.read(folder).require(expected_of(plan.info, plan.tap_layers), folder)
         return counts_of(folder)
+    counts = _extract(plan, folder, progress)
+    if plan.config.extraction.store:
+        push(folder, _address(plan, folder), progress)
+    return counts
+
+
+def _in_store(plan: Plan, folder: Path) -> bool:
+    return bool(plan.config.extraction.store) and holds(_address(plan, folder))
+
+
+def _address(plan: Plan, folder: Path) -> str:
+    return f"{plan.config.extraction.store}/{folder.name}"
+
+
+def _extract(plan: Plan, folder: Path, progress: Progress) -> dict[str, Any]:
+    target, taps = plan.config.target, plan.tap_layers
     last_hidden = plan.config.extraction.teacher != "none"
     models = plan.target_models(target.dtype, plan.config.extraction.devices or (target.device,))
-    counts = extract(
+    return extract(
         plan.config.extraction,
         plan.info,
         [functools.partial(model.packed_hidden_states, tap_layers=taps, last_hidden=last_hidden) for model in models],
@@ -296,9 +314,6 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
         heads=[model.likeliest for model in models],
         progress=progress,
     )
-    if address:
-        push(folder, address, progress)
-    return counts
 
 
 def _run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:

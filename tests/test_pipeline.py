@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_core import __main__ as core
+from dflash_core import pipeline
 from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.drafter import DFlashDrafter
@@ -294,8 +295,12 @@ def test_a_folder_that_another_process_works_in_is_left_alone(config: Path, tmp_
         assert run_stage(plan, "responses").cached, "what is finished may be read by many"
 
 
-def test_who_shares_the_extraction_helps_the_process_that_holds_it_and_takes_its_place_when_that_is_gone(config: Path, tmp_path: Path) -> None:
-    plan = plan_of(config, f"run.workspace={tmp_path}")
+def test_who_shares_the_extraction_helps_the_process_that_holds_it_and_takes_its_place_when_that_is_gone(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[str] = []
+    monkeypatch.setattr(pipeline, "push", lambda folder, address, progress: pushed.append(address))
+    plan = plan_of(config, f"run.workspace={tmp_path}", f"extraction.store=file://{tmp_path}/store")
     for name in ("target", "responses", "samples"):
         run_stage(plan, name)
     with ThreadPoolExecutor(1) as threads:
@@ -308,6 +313,7 @@ def test_who_shares_the_extraction_helps_the_process_that_holds_it_and_takes_its
             assert plan.stage("shards").manifest is None
             assert not helping.done()
         assert helping.result(60).manifest == plan.stage("shards").manifest
+    assert len(pushed) == 1, "by whoever holds the stage, and not by those who help"
 
 
 def test_a_store_gives_the_shards_that_another_workspace_has_put_there(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

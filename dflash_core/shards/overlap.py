@@ -123,7 +123,7 @@ class PassClock:
         self.waited_s += time.monotonic() - began
         self.settle(ended=True)
 
-    def settle(self, *, ended: bool = True) -> None:
+    def settle(self, *, ended: bool) -> None:
         """Add up the gaps that are over; ``ended``: the device has done all its work, so that all of them are."""
         while self._gaps and (ended or not isinstance(self._gaps[0][1], torch.cuda.Event) or self._gaps[0][1].query()):
             end, begin, waited_s = self._gaps.pop(0)
