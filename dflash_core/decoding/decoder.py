@@ -30,15 +30,16 @@ from torch import Tensor
 from dflash_core.decoding.drafting import Proposer
 from dflash_core.decoding.rounds import Rounds
 from dflash_core.decoding.sampling import GREEDY, Sampling, Verdict, draw, token_probabilities, uniform_table, verify_greedy, verify_sampled
-from dflash_core.decoding.stages import LateFlag, StageClock, on_device
+from dflash_core.decoding.stages import LateFlag, StageClock
 from dflash_core.decoding.verifying import Verifier
 from dflash_core.errors import InputError, Problem
+from dflash_core.target.device import on_device
 
 if TYPE_CHECKING:
     from dflash_core.target import TargetInfo
 
 
-WIDTHS = 64  # prompts are padded to a multiple of so many tokens where graphs are captured, one for each width
+_WIDTHS = 64  # prompts are padded to a multiple of so many tokens where graphs are captured, one for each width
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Decoder:
     def _prefill(self, longest: int) -> _Prefill:
         """Made when there are prompts of such a width for the first time, and with graphs kept."""
         graphs = self._verifier.graphs
-        width = min(-(-longest // WIDTHS) * WIDTHS, self._capacity) if graphs else longest
+        width = min(-(-longest // _WIDTHS) * _WIDTHS, self._capacity) if graphs else longest
         if width in self._prefills:
             return self._prefills[width]
         ids_RT = torch.full((self._rows, width), self._info.pad_token_id or 0, dtype=torch.int64, device=self._device)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Within the block a GPU is the current one, as kernels of Triton want it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class StageClock:

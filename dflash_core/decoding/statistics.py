@@ -3,7 +3,7 @@
 A round's acceptance length is its accepted drafts plus the target's own token: 1 to S. Two means are in use and differ: over requests
 of each request's mean (the DFlash paper's), and over all rounds of all requests (pooled). Both are given.
 
-Rounds are counted as verification found them, never cut with the text (``generate.py`` says why); rounds that the end of the target's positions
+Rounds are counted as verification found them, never cut with the text (``decoder.py`` says why); rounds that the end of the target's positions
 forced to draft less than the block are left out of acceptance, and so are requests that drafted nothing: answers of one token have no round.
 """
 

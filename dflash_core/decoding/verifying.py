@@ -52,7 +52,7 @@ class GrowingTarget:
 
     def __init__(self, target: TargetModel):
         self._target = target
-        self._cache: Any = None
+        self._cache: Any = target.new_cache()  # refuses here what cannot be decoded
 
     @property
     def device(self) -> torch.device:

@@ -15,17 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_core.objective.softmax_kernel import capped
+
 if TYPE_CHECKING:
     from dflash_core.objective.distillation import Rows
 
 BLOCK, NUM_WARPS = 2048, 8
-
-
-@triton.jit
-def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    if HAS_SOFTCAP:
-        logits = softcap * (1 - 2 / (tl.exp(2 * logits / softcap) + 1))
-    return logits
 
 
 @triton.jit
@@ -56,7 +51,7 @@ def _mixture_kernel(  # type: ignore[no-untyped-def]
     hit = False
     divergence = 0.0
     if label >= 0:
-        label_logit = _capped(tl.load(logits_ptr + label).to(tl.float32), softcap, HAS_SOFTCAP)
+        label_logit = capped(tl.load(logits_ptr + label).to(tl.float32), softcap, HAS_SOFTCAP)
         largest = -1e30  # not minus infinity: columns beyond the vocabulary are, and their difference to it must be none
         teacher_largest = -1e30
         total = tl.zeros([BLOCK], tl.float32)
@@ -67,9 +62,9 @@ def _mixture_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, VOCABULARY, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < VOCABULARY
-            logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
+            logits = capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
             if HAS_TEACHER:
-                teacher = _capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
+                teacher = capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
                 gap = (teacher - logits) * coldness
                 teacher = tl.where(inside, teacher, float("-inf"))
                 new_teacher_largest = tl.maximum(teacher_largest, tl.max(teacher, 0))
@@ -97,11 +92,11 @@ def _mixture_kernel(  # type: ignore[no-untyped-def]
             for back in range(0, VOCABULARY, BLOCK):
                 columns = (VOCABULARY - 1) // BLOCK * BLOCK - back + tl.arange(0, BLOCK)
                 inside = columns < VOCABULARY
-                logits = _capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
+                logits = capped(tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
                 one_hot = tl.where(columns == label, 1.0, 0.0)
                 warm = tl.exp(logits * coldness - warm_log_sum)
                 if HAS_TEACHER:
-                    teacher = _capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
+                    teacher = capped(tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32), softcap, HAS_SOFTCAP)
                     warm -= tl.exp(teacher * coldness - teacher_log_sum)
                 gradient = hard * (tl.exp(logits - log_sum) - one_hot) + soft * warm
                 if HAS_SOFTCAP:

@@ -29,7 +29,8 @@ _HEADROOM: tl.constexpr = tl.constexpr(40.0)
 
 
 @triton.jit
-def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """softcap·tanh(logits / softcap)."""
     if HAS_SOFTCAP:
         logits = softcap * (1 - 2 / (tl.exp(2 * logits / softcap) + 1))
     return logits
@@ -61,7 +62,7 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
     scale = 0.0
     at_label = 0.0
     if label >= 0:
-        label_logit = _capped(tl.load(logits_ptr + label).to(tl.float32), softcap, HAS_SOFTCAP)
+        label_logit = capped(tl.load(logits_ptr + label).to(tl.float32), softcap, HAS_SOFTCAP)
         origin = float("-inf")
         beaten = False
         others = tl.zeros([BLOCK], tl.float32)
@@ -70,7 +71,7 @@ def _exponentials_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, VOCABULARY, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < VOCABULARY
-            logits = _capped(ahead.to(tl.float32), softcap, HAS_SOFTCAP)
+            logits = capped(ahead.to(tl.float32), softcap, HAS_SOFTCAP)
             ahead = tl.load(logits_ptr + columns + BLOCK, mask=columns + BLOCK < VOCABULARY, other=float("-inf"))
             if HAS_SOFTCAP:
                 logits = tl.where(inside, logits, float("-inf"))

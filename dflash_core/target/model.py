@@ -24,6 +24,7 @@ from dflash_core.data.types import Response
 from dflash_core.errors import TargetError
 from dflash_core.stages import Progress, no_progress
 from dflash_core.target.attention import Documents
+from dflash_core.target.device import on_device
 from dflash_core.target.fused import join_projections
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
 from dflash_core.target.packed import PackedDecoder, can_pack
@@ -195,8 +196,7 @@ class TargetModel:
             return list(torch.cat([features_BTF[row, : len(ids)] for row, ids in enumerate(documents)]).chunk(len(tap_layers), dim=-1))
         self._check_taps(tap_layers)
         depth = max(tap_layers) + 1
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()  # for kernels of our own
-        with on_device, self._taps.record(tap_layers) as taps:
+        with on_device(self.device), self._taps.record(tap_layers) as taps:
             with self._lock:
                 if depth not in self._packed:
                     self._packed[depth] = PackedDecoder(self._structure, depth)

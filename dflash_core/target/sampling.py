@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.config import GenerationConfig
+from dflash_core.target.device import on_device
 
 _LOG2_E = 1.4426950408889634
 
@@ -52,7 +53,7 @@ def launch_draw(logits_RV: Tensor, settings: GenerationConfig, uniforms_R: Tenso
     logits_RV = logits_RV if logits_RV.stride(-1) == 1 else logits_RV.contiguous()
     rows, vocabulary = logits_RV.shape
     picked_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    with torch.cuda.device_of(logits_RV):  # Triton launches on the current one
+    with on_device(logits_RV.device):
         draw_kernel[(rows,)](
             logits_RV, uniforms_R.contiguous(), picked_R, logits_RV.stride(0), vocabulary, _LOG2_E / settings.temperature,
             settings.top_k, settings.top_p, TOP_K=0 < settings.top_k < vocabulary, TOP_P=settings.top_p < 1.0,

@@ -34,6 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_core.errors import TargetError
+from dflash_core.target.device import on_device
 from dflash_core.target.fused import fused
 from dflash_core.target.model import TargetModel, TargetOutput
 from dflash_core.target.static_attention import attend, attend_plain, store
@@ -159,12 +160,12 @@ class StaticTarget:
         return graph.output
 
     @torch.no_grad()
-    def forward(self, ids_RS: Tensor, start_R: Tensor, tap_layers: Sequence[int] | None = None, *, logits_to_keep: int = 0) -> TargetOutput:
+    def forward(self, ids_RS: Tensor, start_R: Tensor, tap_layers: Sequence[int] | None = None) -> TargetOutput:
         """``step`` without a graph: new tensors each time, and fit to be part of what ``capture`` captures."""
         positions_RS = start_R[:, None] + torch.arange(ids_RS.shape[1], device=start_R.device)
         with self._pass(start_R, None):
             hidden, features = self._decode(ids_RS, positions_RS, tap_layers)
-        return TargetOutput(self.target.vocabulary.logits(hidden[:, -logits_to_keep:]), features)
+        return TargetOutput(self.target.vocabulary.logits(hidden), features)
 
     @torch.no_grad()
     def prefill(self, ids_PT: Tensor, lengths_P: Tensor, rows_P: Tensor, tap_layers: Sequence[int] | None = None) -> TargetOutput:
@@ -233,9 +234,8 @@ class StaticTarget:
     def _pass(self, start_R: Tensor, rows: Tensor | None) -> Iterator[None]:
         self._cache.start_R, self._cache.rows = start_R, rows
         outer, _running.cache = getattr(_running, "cache", None), self._cache
-        device = self.target.device
         try:
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # Triton launches on the current one
+            with on_device(self.device):
                 yield
         finally:
             self._cache.start_R = self._cache.rows = None
