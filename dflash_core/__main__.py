@@ -26,7 +26,7 @@ from typing import NoReturn
 from dflash_core.checks import advice
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import DFlashError, InputError
-from dflash_core.evaluation import sets_table
+from dflash_core.evaluation import sets_table, ways_table
 from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside, write_summary
 from dflash_core.plan import STAGES, Plan
 from dflash_core.training import Ranks, check_launcher, this_rank, under_torchrun
@@ -116,7 +116,9 @@ def _run(plan: Plan, names: tuple[str, ...], ranks: Ranks | None) -> dict[str, S
         counts = results[name].manifest.counts
         print(f"{name}: {state}  {counts if name != 'evaluate' else ''}".rstrip(), flush=True)
         if name == "evaluate":
-            _print_rows(sets_table(evaluation_of(results[name].folder)))
+            found = evaluation_of(results[name].folder)
+            for rows in filter(None, (sets_table(found), ways_table(found))):
+                _print_rows(rows)
     return results
 
 

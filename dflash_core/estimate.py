@@ -22,6 +22,7 @@ import torch
 from dflash_core.config import PromptSource
 from dflash_core.data.benchmarks import REQUESTS
 from dflash_core.drafter import DFlashConfig
+from dflash_core.evaluation.ways import further_ways
 from dflash_core.pipeline import planned_steps
 from dflash_core.plan import Plan
 from dflash_core.shards.columns import feature_columns
@@ -101,7 +102,9 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     sizes = [min(config.evaluation.num_prompts, amounts.heldout), *(_rows_of(item) for item in config.evaluation.sets)]
     prompts, before = sum(sizes), config.evaluation.untrained_prompts
     compared = sum(size if before is None else min(before, size) for size in sizes)
-    decoded = (2 * prompts + compared) * min(config.evaluation.max_new_tokens, data.max_length)
+    ways = further_ways(config.evaluation, config.evaluation.block_size or config.drafter.block_size)
+    passes = 2 * prompts * (1 + sum(1 / way.batch_size for way in ways)) + compared  # with the drafter and without; a batch takes what one takes
+    decoded = passes * min(config.evaluation.max_new_tokens, data.max_length)
     evaluation_bytes = (info.num_layers * layer + head) * _BYTES[config.evaluation.dtype]
     during, beside = _evaluations(plan, steps), 0
     if during:  # the target, a copy of the weights, and a drafter where the copy is of another precision or elsewhere
@@ -138,7 +141,10 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
             f"{steps} steps of {config.rows_per_step} rows" + (f", {during} evaluations" if during else ""),
             body * (4 * (1 + 3 * training.keep_checkpoints) + (_BYTES[training.precision] if during else 0)), training_bytes, train_seconds,
         ),
-        "evaluate": Estimate(f"{prompts} prompts", 10**6, evaluation_bytes, 1.3 * decoded * evaluation_bytes / rates.vector),
+        "evaluate": Estimate(
+            f"{prompts} prompts" + (f", {1 + len(ways)} ways of decoding" if ways else ""), 10**6, evaluation_bytes,
+            1.3 * decoded * evaluation_bytes / rates.vector,
+        ),
         "export": Estimate(f"{body:,} weights", body * 2, None, 2.0),
     }  # fmt: skip
 

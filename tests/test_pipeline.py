@@ -26,7 +26,7 @@ from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import ConfigError, DFlashError, ShardError, TargetError
-from dflash_core.estimate import estimate
+from dflash_core.estimate import Rates, estimate
 from dflash_core.evaluation import HeldoutJudge
 from dflash_core.pipeline import evaluation_of, run_stage, warm_up, write_summary
 from dflash_core.plan import STAGES, Plan
@@ -461,6 +461,13 @@ def test_no_more_prompts_are_estimated_than_there_are(config: Path) -> None:
     plan = plan_of(config, "evaluation.num_prompts=1000")
     heldout = plan.stage("samples").manifest.counts["heldout"]  # type: ignore[union-attr]
     assert estimate(plan)["evaluate"].rows == f"{heldout} prompts"
+
+
+def test_every_way_of_decoding_is_estimated(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_core.estimate.measure_rates", lambda device, dtype: Rates(product=1e9, vector=1e9))
+    usual, several = (estimate(plan_of(config, f"evaluation.block_sizes={sizes}"))["evaluate"] for sizes in ("[]", "[2, 3]"))
+    assert several.rows == f"{usual.rows}, 3 ways of decoding"
+    assert several.seconds > 2 * usual.seconds  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
