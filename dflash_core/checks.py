@@ -15,9 +15,8 @@ from dflash_core.config import PipelineConfig
 from dflash_core.data.benchmarks import BENCHMARKS
 from dflash_core.data.builtin import BUILTIN_SOURCES
 from dflash_core.drafter.attention import kernels_fit
-from dflash_core.drafter.checkpoint import CONFIG, read_serving_config
+from dflash_core.drafter.checkpoint import read_drafter_config
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, mask_token_problems, tap_problems
-from dflash_core.drafter.serving import from_serving
 from dflash_core.drafter.start import shape_differences
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.info import TargetInfo
@@ -158,7 +157,7 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
 def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
     start = config.drafter.initial_checkpoint
     if start is not None:
-        found = from_serving(read_serving_config(start), str(start / CONFIG))
+        found = read_drafter_config(start)
         differing = shape_differences(found, DFlashConfig.from_target(info, config.drafter))
         if differing:
             message = f"the drafter there has another shape: {'; '.join(differing)}"

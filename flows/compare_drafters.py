@@ -16,7 +16,7 @@ from dflash_core.pipeline import run_stage
 from dflash_core.plan import Plan
 from dflash_core.stages import write_json_atomic
 from flows.one_stage import evaluation_here, print_rows, require, require_folder
-from tasks.evaluate import find_drafter
+from tasks.evaluate import find_drafter, require_drafter
 
 RESULT = "evaluation.json"
 
@@ -27,6 +27,7 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
     Raises:
         InputError: one of them is no evaluation (or, with a configuration, no drafter); ``to`` is no folder; or they were measured on other
             prompts or settings.
+        CheckpointError: a folder holds no drafter, or one for another target.
         StageMissingError: the responses of the configuration are not there yet.
     """
     if to is not None:
@@ -38,6 +39,8 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
         require(plan, config, "responses")
         run_stage(plan, "samples")
         found = [find_drafter(plan.config, drafter) for drafter in (first, second)]
+        for folder in found:
+            require_drafter(plan, folder)  # before the first is measured
         one, other = (evaluation_here(plan, folder) for folder in found)
     comparison = compare(one, other, *_names(first, second))
     console = Console(highlight=False)

@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import State
 from dflash_core import evaluation as core
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import load_checkpoint, target_problems
+from dflash_core.drafter.checkpoint import read_drafter_config
 from dflash_core.errors import CheckpointError, InputError, Problem
 from dflash_core.evaluation import EvaluationResult, weights_digest
 from dflash_core.pipeline import StageResult, evaluation_of, evaluation_prompts
@@ -57,14 +58,18 @@ def evaluate_folder(plan: Plan, folder: Path, progress: Progress) -> Path:
     Raises:
         CheckpointError: the folder holds no drafter, or one for another target.
     """
-    drafter = load_checkpoint(folder)
-    if problems := list(target_problems(drafter.config, plan.info)):
-        raise CheckpointError("\n  ".join([f"{folder} is not a drafter for {plan.info.name}:", *problems]))
-    evaluation = plan.config.evaluation
+    require_drafter(plan, folder)
+    drafter, evaluation = load_checkpoint(folder), plan.config.evaluation
     destination = plan.run_folder / "evaluations" / weights_digest(drafter)[:12]
     prompts = evaluation_prompts(plan, progress)
     core.evaluate_drafter(plan.config, plan.target_model(evaluation.dtype, evaluation.device), drafter, prompts, destination, progress=progress)
     return destination
+
+
+def require_drafter(plan: Plan, folder: Path) -> None:
+    """Raise ``CheckpointError`` if the folder holds no drafter for the target of a plan; reads its configuration alone."""
+    if problems := list(target_problems(read_drafter_config(folder), plan.info)):
+        raise CheckpointError("\n  ".join([f"{folder} is not a drafter for {plan.info.name}:", *problems]))
 
 
 def find_drafter(config: PipelineConfig, drafter: str) -> Path:

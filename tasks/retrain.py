@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter.checkpoint import read_serving_config
+from dflash_core.drafter.checkpoint import read_drafter_config
 from dflash_core.errors import ConfigError, DFlashError, InputError, Problem
 from dflash_core.evaluation import EvaluationResult, compare_with_untrained
 from dflash_core.evaluation.plots import write_comparison
@@ -114,7 +114,7 @@ class Retraining:
     def _fetched(self, version: Version) -> Path:
         """The champion's folder. It must draft blocks as long as the challenger's: they are compared as they are served."""
         folder = fetched(self.registry, version, self.config.run.workspace)
-        found, wanted = read_serving_config(folder)["block_size"], self.config.drafter.block_size
+        found, wanted = read_drafter_config(folder).block_size, self.config.drafter.block_size
         if found != wanted:
             remedy = f"Set it to {found}; for another, train a drafter (train-drafter) and give it the alias '{CHAMPION}' by hand"
             raise ConfigError("retrain", [Problem("drafter.block_size", wanted, f"the champion, {version}, drafts blocks of {found}", remedy)])

@@ -47,7 +47,7 @@ def load_checkpoint(
         CheckpointError: a file is missing or damaged, or the tensors are not those of the configuration; names every one that is wrong.
     """
     folder = Path(folder)
-    config = config or from_serving(read_serving_config(folder), str(folder / CONFIG))
+    config = config or read_drafter_config(folder)
     stored = stored_tensors(folder)
     problems = tensor_problems(config, {name: shape for name, (shape, _) in stored.items()})
     if problems:
@@ -72,6 +72,11 @@ def write_drafter(folder: Path, serving: Mapping[str, Any], tensors: Mapping[str
         save_file(own, temporary, metadata={"format": "pt"})
     if not unchanged:
         write_json_atomic(folder / CONFIG, serving)
+
+
+def read_drafter_config(folder: Path) -> DFlashConfig:
+    """The drafter that ``config.json`` describes. Raises ``CheckpointError`` as ``read_serving_config`` and ``from_serving`` do."""
+    return from_serving(read_serving_config(folder), str(folder / CONFIG))
 
 
 def read_serving_config(folder: Path) -> dict[str, Any]:

@@ -135,6 +135,19 @@ def test_compare_measures_two_drafters_on_the_same_prompts_and_draws_them(config
     assert (tmp_path / "both" / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_measures_no_drafter_unless_both_can_be(config: Path, tmp_path: Path) -> None:
+    plan = Plan(load_config(config))
+    save_checkpoint(pipeline.initial_drafter(plan.config, pipeline._drafter_config(plan), plan.info), tmp_path / "other")
+    changed = json.loads((tmp_path / "other" / "config.json").read_text()) | {"num_target_layers": 7}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
+    trained = str(pipeline.drafter_folder(plan.folder("export")))
+    for second, reason in ((tmp_path / "other", "is not a drafter for"), (tmp_path, "expected a drafter's configuration"), ("99", "no such version")):
+        status, output, errors = dflashctl("compare", trained, str(second), "--config", str(config))
+        assert status in (1, 2)
+        assert reason in errors
+        assert "evaluate: begins" not in output + errors
+
+
 def test_compare_takes_evaluations_that_are_there_and_refuses_those_of_other_prompts(config: Path) -> None:
     folder = Plan(load_config(config)).folder("evaluate")
     status, output, _ = dflashctl("compare", str(folder), str(folder / "evaluation.json"))
