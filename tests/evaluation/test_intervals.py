@@ -31,9 +31,9 @@ def test_the_interval_of_a_ratio_is_the_one_that_scipy_finds() -> None:
 
 
 def test_it_holds_the_truth_about_as_often_as_it_says() -> None:
-    held = 0
+    held, generator = 0, np.random.default_rng(1)
     for _ in range(200):
-        values = GENERATOR.gamma(2.0, 1.0, 40)
+        values = generator.gamma(2.0, 1.0, 40)
         found = bootstrap(np.stack([values, np.ones(40)], axis=1), PLACES[:40], pooled)
         assert found is not None
         held += found.low <= 2.0 <= found.high
@@ -53,7 +53,7 @@ def test_turns_of_a_conversation_do_not_count_as_so_many_witnesses() -> None:
 
 
 def test_a_difference_between_sets_is_no_doubt_about_their_mean() -> None:
-    values = np.array([1.0] * 20 + [5.0] * 20) + GENERATOR.normal(0, 0.01, 40)
+    values = np.array([1.0] * 20 + [5.0] * 20) + np.random.default_rng(1).normal(0, 0.01, 40)
     columns = np.stack([values, np.ones(40)], axis=1)
     found = bootstrap(columns, [("easy" if index < 20 else "hard", str(index)) for index in range(40)], pooled)
     assert found is not None
