@@ -20,7 +20,7 @@ from benchmarks.common import SHAPES, Recorder, Shape, arguments, recorder_for
 from benchmarks.engine import SEED, TrainingRun, target_info
 from benchmarks.online import random_target
 from dflash_core.evaluation import EvaluationPrompt, HeldoutJudge
-from dflash_core.training import read_metrics
+from dflash_core.training import EVALUATIONS, read_metrics
 from dflash_core.training.guard import compiled_graphs
 
 SETTLED = 5  # steps before which nothing counts
@@ -50,7 +50,7 @@ def measure_evaluator(recorder: Recorder, shape: Shape, device: str, where: str,
         alone = run.seconds_of_a_step(SETTLED)
         run.train()
         beside, records = run.seconds_of_a_step(SETTLED), run.records[SETTLED:]
-        evaluations = read_metrics(run.records_path.with_name("evaluations.jsonl"))[1:]
+        evaluations = read_metrics(run.records_path.with_name(EVALUATIONS))[1:]
         grown = {name: records[-1][name] - records[0][name] for name in records[0] if name.startswith("memory_reserved")}
         detail = {
             "devices": [device, where], "alone_ms": round(1e3 * alone, 2), "beside_ms": round(1e3 * beside, 2), "evaluations": len(evaluations),

@@ -193,7 +193,7 @@ def _memory(step: Step, device: torch.device) -> dict[str, float]:
         reserved.append(torch.cuda.memory_reserved(device) / 2**30)
     retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
     return {
-        "peak_gib": max(peaks),
+        "peak_gib": max(reserved if step.replica.graphed else peaks),  # the allocator does not count what lies in graphs as allocated
         "spread": max(peaks) - min(peaks),
         "reserved": max(reserved),
         "grown": reserved[-1] - reserved[0],

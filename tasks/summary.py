@@ -14,7 +14,7 @@ from dflash_core.evaluation import EvaluationResult, sets_table
 from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of, write_summary
-from dflash_core.training import bottleneck_in_words, read_metrics
+from dflash_core.training import EVALUATIONS, bottleneck_in_words, read_metrics
 from tasks.progress import duration
 from tasks.registry import Version
 from tasks.run import Run, publish
@@ -31,7 +31,7 @@ def summarise(run: Run) -> Path:
     metrics, evaluation = read_metrics(run.results["train"].folder / "metrics.jsonl"), evaluation_of(run.results["evaluate"].folder)
     write_picture(path.parent / "plots" / "report.png", metrics, evaluation)
     links = links_of(run)
-    during = read_metrics(run.results["train"].folder / "evaluations.jsonl")
+    during = read_metrics(run.results["train"].folder / EVALUATIONS)
     write_report(path.parent / REPORT, report_of(run, summary, [*metrics, *during], evaluation, links))
     for artifact, folder in ((path.parent / "plots", "plots"), (path.parent / REPORT, None), (path, None)):
         run.tracker.log_artifact(artifact, folder)

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from dflash_core.pipeline import StageResult
-from dflash_core.training import read_metrics
+from dflash_core.training import EVALUATIONS, read_metrics
 from tasks.run import Run
 from tasks.tracker import StageRecord
 
@@ -24,7 +24,7 @@ def train_drafter(run: Run) -> State[dict[str, Any]]:
 
     def tell_earlier_steps(stage: StageRecord) -> None:
         """Training's own records hold what a cached training did, and what an interrupted one did last."""
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
+        for name in ("metrics.jsonl", EVALUATIONS):
             for metrics in read_metrics(run.plan.folder("train") / name):
                 stage.log_metrics(int(metrics.pop("step")), metrics)
 

@@ -3,7 +3,7 @@
 from dflash_core.training.checkpoints import BestWeights, TrainingCheckpoint, TrainingState, newest_training_checkpoint
 from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
-from dflash_core.training.metrics import bottleneck_in_words, read_metrics
+from dflash_core.training.metrics import EVALUATIONS, bottleneck_in_words, read_metrics
 from dflash_core.training.ranks import Ranks, check_launcher, this_rank, under_torchrun
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import OPERATIONAL, TrainingSession, WarmUpReport, count_steps, initial_drafter, warm_up
@@ -11,6 +11,7 @@ from dflash_core.training.sync import GradientSync
 from dflash_core.training.trainer import DrafterTrainer, TrainingResult, train
 
 __all__ = [
+    "EVALUATIONS",
     "OPERATIONAL",
     "BestWeights",
     "CompileGuard",

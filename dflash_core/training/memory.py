@@ -3,6 +3,9 @@
 The first replica of each CUDA device reads the allocator after every step of its own; allocation happens when work is queued, so what it reads is
 exact although the device has not finished. Devices that only targets use are read after steps too. Growth of what is reserved is told with its
 cause, and ends the run where ``training.strict_memory`` says so. On the CPU the resident set of the process is all there is to know.
+
+A step launched as CUDA graphs allocates nothing: its tensors lie in memory that the graphs hold, which the allocator counts as reserved and not as
+allocated. There the reserved bytes are the figure, and the peak leaves the step out.
 """
 
 from __future__ import annotations

@@ -142,6 +142,11 @@ class Replica:
         return self.moments.weights_P
 
     @property
+    def graphed(self) -> bool:
+        """Whether its step is launched as CUDA graphs."""
+        return self._graphs is not None
+
+    @property
     def totals(self) -> Tensor:
         """The tail alone: the numbers of the step that ``self.tail`` says the places of."""
         return self._gradients.tail
