@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_core.evaluation.compare import Comparison
+from dflash_core.evaluation.intervals import Interval
 from dflash_core.evaluation.result import EvaluationResult, Figures, StageSeconds
 
 BLUE, ORANGE, GREEN, GREY, LIGHT, INK, FAINT = "#2563eb", "#f59e0b", "#10b981", "#9ca3af", "#dbe3ee", "#111827", "#6b7280"
@@ -79,19 +80,12 @@ def draw_prompts(axes: Any, result: EvaluationResult) -> None:
 def draw_sets(axes: Any, result: EvaluationResult) -> None:
     """Acceptance length of each set, with its 95 % interval."""
     _style(axes, "Tokens per target pass, set by set", "acceptance length, 95 % interval (1 = no drafter)", "")
-    axes.grid(axis="x", color=LIGHT, linewidth=0.8)
-    axes.grid(visible=False, axis="y")
-    names = [*result.sets][::-1]
-    for place, name in enumerate(names):
-        trained = result.sets[name].trained
-        mean, interval = trained.acceptance.mean_of_requests, trained.intervals and trained.intervals.acceptance_length
-        if interval:
-            axes.hlines(place, interval.low, interval.high, color=BLUE, linewidth=2.5, alpha=0.45)
-        axes.plot([mean], [place], "o", color=BLUE, markersize=8)
-        axes.annotate(f"{mean:.2f}", (mean, place), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9, color=INK)
+    rows: dict[str, tuple[float, Interval | None]] = {}
+    for name, found in result.sets.items():
+        interval = found.trained.intervals.acceptance_length if found.trained.intervals else None
+        rows[f"{name} ({found.prompts})"] = found.trained.acceptance.mean_of_requests, interval
+    _dots(axes, rows, "{:.2f}")
     axes.axvline(result.trained.acceptance.mean_of_requests, color=ORANGE, linewidth=1.5)
-    axes.set_yticks(range(len(names)), [f"{name} ({result.sets[name].prompts})" for name in names])
-    axes.set_ylim(-0.5, len(names) - 0.3)
     axes.set_xlim(left=1.0)
     axes.margins(x=0.1)
 
@@ -115,21 +109,24 @@ def draw_differences(axes: Any, comparison: Comparison) -> None:
 def draw_set_differences(axes: Any, comparison: Comparison) -> None:
     """Difference of acceptance length of each set, with its 95 % interval."""
     _style(axes, "Set by set", "difference in acceptance length, 95 % interval", "")
+    _dots(axes, {f"{name} ({found.prompts})": (found.difference, found.interval) for name, found in comparison.sets.items()}, "{:+.3f}")
+    axes.axvline(0.0, color=INK, linewidth=0.8)
+    axes.margins(x=0.15)
+
+
+def _dots(axes: Any, rows: Mapping[str, tuple[float, Interval | None]], spelled: str) -> None:
+    """A line for each row, the first on top: its value as a dot, and its interval."""
     axes.grid(axis="x", color=LIGHT, linewidth=0.8)
     axes.grid(visible=False, axis="y")
-    names = [*comparison.sets][::-1]
-    for place, name in enumerate(names):
-        found = comparison.sets[name]
-        if found.interval:
-            axes.hlines(place, found.interval.low, found.interval.high, color=BLUE, linewidth=2.5, alpha=0.45)
-        axes.plot([found.difference], [place], "o", color=BLUE, markersize=8)
-        axes.annotate(
-            f"{found.difference:+.3f}", (found.difference, place), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9, color=INK
-        )
-    axes.axvline(0.0, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(names)), [f"{name} ({comparison.sets[name].prompts})" for name in names])
-    axes.set_ylim(-0.5, len(names) - 0.3)
-    axes.margins(x=0.15)
+    labels = [*rows][::-1]
+    for place, label in enumerate(labels):
+        value, interval = rows[label]
+        if interval:
+            axes.hlines(place, interval.low, interval.high, color=BLUE, linewidth=2.5, alpha=0.45)
+        axes.plot([value], [place], "o", color=BLUE, markersize=8)
+        axes.annotate(spelled.format(value), (value, place), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9, color=INK)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(-0.5, len(labels) - 0.3)
 
 
 def draw_time(axes: Any, result: EvaluationResult) -> None:
