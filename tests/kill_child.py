@@ -26,6 +26,7 @@ from dflash_core.data import driver, samples
 from dflash_core.data.cache import Journal
 from dflash_core.drafter import export
 from dflash_core.evaluation import evaluate
+from dflash_core.shards.writer import ShardWriter
 from dflash_core.stages import CLAIMS, LOCK, Manifest
 from dflash_core.target import TargetModel
 from dflash_core.training.replica import Replica
@@ -38,7 +39,7 @@ def moments(replicas: int) -> list[tuple[str, int]]:
         ("write_json_atomic", 1),  # target: before target.json
         ("append", 20),  # responses: with as many as before this one on disk
         ("write_table", 2),  # samples: one side is written, the other is not
-        ("packed_hidden_states", 8),  # shards: of 10, while the ones before are still being written
+        ("give_back", 2),  # shards: two of four are whole, and the target is at a third
         ("warm_up", replicas),
         ("micro_step", 8 * 2 // replicas),  # train: in step 8, after the checkpoint of step 5
         ("measure", 2),  # evaluate: of 3 prompts
@@ -52,6 +53,7 @@ OWNERS: dict[str, Any] = {
     "append": Journal,
     "write_table": samples.pq.ParquetWriter,
     "packed_hidden_states": TargetModel,
+    "give_back": ShardWriter,
     "warm_up": Replica,
     "micro_step": Replica,
     "measure": evaluate._Bench,

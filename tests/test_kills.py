@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -69,6 +70,12 @@ def files(workspace: Path) -> dict[str, bytes]:
     return {path.relative_to(stages).as_posix(): path.read_bytes() for path in stages.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
+def whole_shards(inventory: dict[str, list[int]]) -> list[tuple[str, str]]:
+    """The shards of an inventory that have their index rows, which are written last: (shard, index rows)."""
+    parts = [path for path in inventory if re.fullmatch(r"shards-[^/]*/index/shard-[0-9]+[.]arrow", path)]
+    return [(path.replace("/index/", "/").replace(".arrow", ".safetensors"), path) for path in parts]
+
+
 def lines_of(workspace: Path, pattern: str) -> list[dict[str, Any]]:
     (path,) = (workspace / "stages").glob(pattern)
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -106,12 +113,10 @@ def test_no_response_no_shard_and_no_answer_is_made_twice_and_training_goes_back
     per_step = 2 // replicas
     assert expected["micro_step"] == STEPS * per_step
     assert calls["micro_step"] == (8 * per_step - 1) + (STEPS - 5) * per_step
-    # Only the batches of the shards that were being written are computed again.
-    deaths = moments(replicas)
-    begun = deaths.index(("packed_hidden_states", 8))
-    whole = {name for name in inventories(killed)[begun] if name.startswith("shards-") and name.endswith(".safetensors")}
-    assert len(whole) >= 1
-    assert expected["packed_hidden_states"] < calls["packed_hidden_states"] < expected["packed_hidden_states"] + 7
+    # Only the batches of the shards that were not whole are computed again.
+    begun = moments(replicas).index(("give_back", 2))
+    assert 2 <= len(whole_shards(inventories(killed)[begun])) < 4
+    assert 0 < done(lives(killed)[begun + 1])["packed_hidden_states"] < expected["packed_hidden_states"]
 
 
 def test_a_finished_stage_is_found_by_every_later_process_and_its_files_are_not_touched(killed: Path) -> None:
@@ -129,10 +134,9 @@ def test_a_finished_stage_is_found_by_every_later_process_and_its_files_are_not_
 
 def test_what_an_unfinished_stage_has_finished_is_kept_as_it_is(killed: Path, replicas: int) -> None:
     seen, deaths = inventories(killed), moments(replicas)
-    at_death = seen[deaths.index(("packed_hidden_states", 8))]
-    shards = [path for path in at_death if path.startswith("shards-") and not path.endswith(".tmp")]
-    assert any(path.endswith("shard-00000.safetensors") for path in shards)
-    assert not any(path.endswith("index.arrow") for path in shards)
-    assert {path: seen[-1][path] for path in shards} == {path: at_death[path] for path in shards}
+    at_death = seen[deaths.index(("give_back", 2))]
+    assert not any(path.endswith("index.arrow") for path in at_death)
+    kept = [path for pair in whole_shards(at_death) for path in pair]
+    assert {path: seen[-1][path] for path in kept} == {path: at_death[path] for path in kept}
     begun = seen[deaths.index(("micro_step", 8 * 2 // replicas))]
     assert {path.split("/")[2] for path in begun if "/checkpoints/" in path} == {"step-00000005"}
