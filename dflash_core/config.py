@@ -1,55 +1,34 @@
 """The one tree of settings behind every YAML: strict, frozen, extra keys forbidden.
 
 ``load_config("configs/demo.yaml", ["training.max_steps=50"])`` returns a ``PipelineConfig`` or raises ``ConfigError``
-with, for each problem, the field path, the value and what to do. Rules between fields are in ``config_rules``; those that need
-the target's own configuration or the data (taps, mask token, length of the schedule) are in ``dflash_core.checks``.
+with, for each problem, the field path, the value and what to do. Settings of the data are in ``config_data``, rules between
+fields in ``config_rules``; rules that need the target's own configuration or the data (taps, mask token, length of the schedule)
+are in ``dflash_core.checks``.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from dflash_core.config_data import DataConfig as DataConfig
+from dflash_core.config_data import EndpointConfig as EndpointConfig
+from dflash_core.config_data import FilterConfig as FilterConfig
+from dflash_core.config_data import GenerationConfig as GenerationConfig
+from dflash_core.config_data import PromptSource as PromptSource
+from dflash_core.config_data import Redaction as Redaction
+from dflash_core.config_read import parse_as as parse_as
+from dflash_core.config_read import read_tree as read_tree
 from dflash_core.config_rules import cross_field_problems
+from dflash_core.config_section import COLDEST, Decay, Fraction, LoosePath, Temperature
+from dflash_core.config_section import PositiveInt as PositiveInt
+from dflash_core.config_section import Section as Section
+from dflash_core.config_section import digest_of as digest_of
 from dflash_core.config_yaml import annotated_yaml as annotated_yaml
-from dflash_core.errors import ConfigError, Problem
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(ge=1)]
-LoosePath = Annotated[Path, Field(strict=False)]
-_COLDEST = 0.01  # divided by less, logits leave the range of float32
-
-
-def _greedy_or_warm(temperature: float) -> float:
-    if 0.0 < temperature < _COLDEST:
-        raise ValueError(f"is neither 0 nor at least {_COLDEST}")
-    return temperature
-
-
-Temperature = Annotated[float, Field(ge=0.0), AfterValidator(_greedy_or_warm)]
-
-
-def _number_fields(schema: dict[str, Any]) -> None:
-    """Give every field of a JSON schema its place: forms are made from schemas, and keep the order of the file by it."""
-    for position, field in enumerate(schema.get("properties", {}).values()):
-        field["position"] = position
-
-
-class Section(BaseModel):
-    """Base of every group of settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_number_fields)
 
 
 class RunConfig(Section):
@@ -68,106 +47,6 @@ class TargetConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Precision in which the target generates and is tapped.")
     device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of the target: cpu, cuda or cuda:N.")
     trust_remote_code: bool = Field(False, description="Run code that comes with the model's repository. Off unless you trust it.")
-
-
-class PromptSource(Section):
-    """One place that prompts come from."""
-
-    source: str = Field(
-        min_length=1,
-        description="A .jsonl, .jsonl.gz or .parquet file, a .log of vLLM, 'hf://owner/dataset' (pinned by '@revision'), or a 'builtin:…' one.",
-    )
-    split: str = Field("train", description="Split of a Hugging Face dataset; ignored for files.")
-    subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
-    limit: PositiveInt | None = Field(None, description="Take at most this many rows, from the start.")
-
-    @property
-    def path(self) -> Path | None:
-        """The file, or None for a dataset of a hub and for a built-in source."""
-        return None if "://" in self.source or self.source.startswith("builtin:") else Path(self.source)
-
-
-class EndpointConfig(Section):
-    """A server with OpenAI's interface that answers for the target."""
-
-    url: str = Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$", description="Where its interface begins, such as http://host:8000/v1.")
-    model: str | None = Field(None, min_length=1, description="Name under which it serves the target. Default: target.model.")
-    api_key_env: str | None = Field(
-        None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Name of the environment variable that holds its key; never the key itself."
-    )
-    concurrency: PositiveInt = Field(32, description="Requests that it works on at a time.")
-    return_token_ids: bool = Field(False, description="Ask for the very tokens, which vLLM can tell. Otherwise the text is tokenised again.")
-
-
-class GenerationConfig(Section):
-    """How the target answers the prompts."""
-
-    max_new_tokens: PositiveInt = Field(512, description="Longest response, in tokens.")
-    temperature: Temperature = Field(0.0, description="0 is greedy; otherwise the sampling temperature.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling: share of probability that is kept.")
-    top_k: int = Field(0, ge=0, description="Keep only the k most likely tokens; 0 keeps all.")
-    batch_size: PositiveInt = Field(32, description="Conversations generated together.")
-    truncated: Literal["keep", "drop"] = Field("keep", description="Responses that max_new_tokens ended: keep them, or end the conversation before.")
-    endpoints: Annotated[tuple[EndpointConfig, ...], Field(strict=False)] = Field(
-        (), description="Servers that answer in place of a target loaded here; they share the prompts."
-    )
-    request_timeout_s: float = Field(600.0, gt=0.0, description="Seconds after which a request to an endpoint is given up and made again.")
-    retries: int = Field(8, ge=0, description="Times in a row that an endpoint may fail, or a request on any, with growing pauses between.")
-
-
-class Redaction(Section):
-    """Something to blank out."""
-
-    pattern: str = Field(min_length=1, description="Regular expression of Python, such as '[\\w.+-]+@[\\w-]+\\.\\w+'.")
-    replacement: str = Field("***", description="What is written in its place; \\1 is the first group of the pattern.")
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"is not a regular expression: {error}") from error
-        return pattern
-
-
-class FilterConfig(Section):
-    """What of the data is used. Judged by what the users say, whatever the language."""
-
-    min_characters: int = Field(0, ge=0, description="Fewest characters that its users may say in a conversation.")
-    max_characters: PositiveInt | None = Field(None, description="Most characters that its users may say in a conversation.")
-    min_word_share: Fraction = Field(0.0, description="Least share of letters and digits of any script in that; prose has 0.9, code 0.7.")
-    min_compressed_share: Fraction = Field(0.0, description="Least share of its size that zlib brings it to; repetition has less than 0.1.")
-    drop_continued: bool = Field(False, description="Leave out conversations that another one goes on from; logs hold one for every turn.")
-    redact: Annotated[tuple[Redaction, ...], Field(strict=False)] = Field(
-        (), description="What is blanked out in every message before anything is written."
-    )
-
-
-class DataConfig(Section):
-    """Prompts, responses and the samples made of them."""
-
-    sources: Annotated[tuple[PromptSource, ...], Field(strict=False)] = Field(
-        min_length=1, description="Where prompts come from; rows are taken in this order."
-    )
-    filters: FilterConfig = Field(default_factory=FilterConfig, description="What of the data is used, and what is blanked out.")
-    system_prompt: str | None = Field(None, description="System message for conversations that have none.")
-    template_arguments: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="Extra arguments of the chat template, such as enable_thinking; use the same when serving."
-    )
-    regenerate: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="auto: the target's own, from response_cache where it has them; always: generate afresh; never: keep the data's.",
-    )
-    response_cache: LoosePath | None = Field(None, description="Responses of this very target (JSONL, .gz), keyed by its digest; for 'auto'.")
-    generation: GenerationConfig = Field(default_factory=GenerationConfig, description="How responses are generated.")
-    max_length: PositiveInt = Field(3072, description="Longest sample in tokens; the tail of a longer one is cut off.")
-    min_response_tokens: PositiveInt = Field(2, description="Samples with fewer supervised tokens are rejected.")
-    heldout_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="Share of conversations held out for evaluation, chosen by a stable hash.")
-    evaluation_overlap: Literal["drop", "refuse"] = Field(
-        "drop", description="What happens to conversations that say a prompt of evaluation.sets: not trained on, and counted; or the stage fails."
-    )
-    max_rejected_fraction: Fraction = Field(0.05, description="The stage fails when a larger share of rows is rejected.")
 
 
 class ExtractionConfig(Section):
@@ -213,7 +92,7 @@ class DistillationConfig(Section):
     """Learning the target's whole distribution, not its token alone. Needs extraction.teacher."""
 
     weight: Fraction = Field(0.0, description="Share of the divergence from the target's distribution in the loss; the rest is cross-entropy.")
-    temperature: float = Field(1.0, ge=_COLDEST, description="Temperature of both distributions in it; above 1 unlikely tokens count more.")
+    temperature: float = Field(1.0, ge=COLDEST, description="Temperature of both distributions in it; above 1 unlikely tokens count more.")
 
 
 class ObjectiveConfig(Section):
@@ -401,134 +280,15 @@ class PipelineConfig(Section):
         return self.training.target_devices or ("cuda:0" if self.target.device == "cuda" else self.target.device,)
 
 
-def digest_of(value: object) -> str:
-    """sha256 (hex) of a JSON-able value in canonical form."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
-
-
-Config = TypeVar("Config", bound=PipelineConfig)
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a YAML file, apply overrides such as ``training.max_steps=50`` and check it.
 
     Raises:
         ConfigError: the file is missing, not YAML, or a setting is wrong; names file, field path, value and remedy.
     """
-    return parse_config(read_tree(path, overrides), str(path))
-
-
-def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The mapping in a YAML file with overrides applied, unchecked. Raises ``ConfigError``: no such file, not YAML, no mapping."""
-    source = str(path)
-    try:
-        tree = _yaml().load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(source, [Problem("(file)", source, f"cannot be read: {error}", "Check the path")]) from error
-    except YAMLError as error:
-        raise ConfigError(source, [Problem("(file)", source, f"is not valid YAML: {error}", "Correct the line it names")]) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            source, [Problem("(file)", tree, "must be a mapping of sections", f"Start with one of: {', '.join(PipelineConfig.model_fields)}")]
-        )
-    for override in overrides:
-        _apply_override(tree, override)
-    return tree
+    return parse_config(read_tree(PipelineConfig, path, overrides), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], source: str = "config") -> PipelineConfig:
     """Check a nested mapping. Raises ``ConfigError`` as ``load_config`` does."""
     return parse_as(PipelineConfig, tree, source)
-
-
-def parse_as(model: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
-    """Check a nested mapping as another kind of configuration. Raises ``ConfigError`` as ``load_config`` does."""
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(source, list(_problems(error, model))) from error
-
-
-def _yaml() -> YAML:
-    return YAML(typ="safe", pure=True)  # YAML 1.2: 'on' and 'off' are words, 1e-3 is a number, repeated keys are errors
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not separator or not all(keys):
-        raise ConfigError("--set", [Problem(override, text, "is not of the form a.b=value", "Write for example training.max_steps=50")])
-    try:
-        value = _yaml().load(text)
-    except YAMLError as error:
-        raise ConfigError("--set", [Problem(path, text, "is not a YAML value", "Quote the value")]) from error
-    node: Any = tree
-    for depth, key in enumerate(keys):
-        place: Any = key
-        if isinstance(node, list):
-            if not key.isdecimal() or int(key) >= len(node):
-                here = ".".join(keys[:depth])
-                remedy = f"Use an index from 0 to {len(node) - 1}" if node else f"Set the whole list: {here}=[…]"
-                raise ConfigError("--set", [Problem(path, value, f"{here} is a list of {len(node)}", remedy)])
-            place = int(key)
-        if depth == len(keys) - 1:
-            node[place] = value
-            return
-        child = node[place] if isinstance(node, list) else node.get(place)
-        if not isinstance(child, dict | list):
-            node[place] = {}
-        node = node[place]
-
-
-def _problems(error: ValidationError, model: type[Section]) -> Iterator[Problem]:
-    items = error.errors()
-    for item in items:
-        if item["type"] == "cross_field":
-            yield from item["ctx"]["problems"]
-            continue
-        depth = len(item["loc"])
-        if item["type"] == "too_short" and any(len(other["loc"]) > depth and other["loc"][:depth] == item["loc"] for other in items):
-            continue  # only short of the items that are refused themselves
-        location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-        path = ".".join(str(part) for part in location)
-        value = None if item["type"] == "missing" else item["input"]
-        if location[-1:] in (["url"], ["api_key_env"]):
-            value = "(not shown: it may hold a secret)"
-        yield Problem(path, value, _message(item), _remedy(model, location, item))
-
-
-def _message(item: Mapping[str, Any]) -> str:
-    messages = {"missing": "is required", "extra_forbidden": "is not a known setting"}
-    said = item["msg"].removeprefix("Value error, ")
-    return messages.get(item["type"], (said[:1].lower() + said[1:]).replace("tuple", "list"))  # as YAML calls it
-
-
-def _remedy(model: type[Section], location: Sequence[str | int], item: Mapping[str, Any]) -> str:
-    if item["type"] == "extra_forbidden":
-        parent = _field_model(model, location[:-1])
-        known = list(parent.model_fields) if parent else []
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        return f"Did you mean '{close[0]}'?" if close else f"Known here: {', '.join(known)}"
-    parent = _field_model(model, location[:-1])
-    field = parent.model_fields.get(str(location[-1])) if parent else None
-    meaning = f"Meaning: {field.description}" if field and field.description else "Correct the value"
-    return f"Add it. {meaning}" if item["type"] == "missing" else meaning
-
-
-def _field_model(model: type[Section], location: Sequence[str | int]) -> type[Section] | None:
-    """The section class at a location below ``model``, or None where the location leads elsewhere."""
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(part)
-        section = _section_in(field.annotation) if field else None
-        if section is None:
-            return None
-        model = section
-    return model
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for argument in get_args(annotation) if (found := _section_in(argument))), None)

@@ -57,10 +57,10 @@ def _problems_of_retraining(config: RetrainConfig) -> Iterator[Problem]:
 
 def load_retrain_config(path: str | Path, overrides: Sequence[str] = ()) -> RetrainConfig:
     """Read a YAML file with a section ``retrain``. Raises ``ConfigError`` as ``load_config`` does."""
-    return parse_as(RetrainConfig, read_tree(path, overrides), str(path))
+    return parse_as(RetrainConfig, read_tree(RetrainConfig, path, overrides), str(path))
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """A ``RetrainConfig`` if the file has a section ``retrain``, else a ``PipelineConfig``. Raises ``ConfigError`` as ``load_config`` does."""
-    tree = read_tree(path, overrides)
+    tree = read_tree(PipelineConfig, path, overrides)
     return parse_as(RetrainConfig if "retrain" in tree else PipelineConfig, tree, str(path))

@@ -16,7 +16,8 @@ import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from dflash_core.config import Section, _section_in, load_config
+from dflash_core.config import Section, load_config
+from dflash_core.config_read import section_in
 from dflash_core.data.rows import parse_row
 from dflash_core.retrain import RetrainConfig
 from dflash_core.retrain.config import load_any_config
@@ -31,7 +32,7 @@ def settings(model: type[BaseModel] = RetrainConfig, prefix: str = "") -> Iterat
     """The dotted path of every group and every setting."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        if section := _section_in(field.annotation):
+        if section := section_in(field.annotation):
             yield from settings(section, f"{prefix}{name}.")
 
 
