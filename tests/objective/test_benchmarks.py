@@ -97,3 +97,41 @@ def test_training_from_a_live_target_is_measured_at_a_tiny_size(tmp_path):
     (record,) = map(json.loads, results.read_text().splitlines())
     assert record["name"] == "multi.online_tok_s.one_gpu"
     assert {"data_wait_share", "source_wait_share", "feed_bottleneck", "queue_depth", "copy", "target_alone_tok_s"} <= set(record["detail"]), out
+
+
+def test_figures_name_what_is_missing_or_out_of_bounds_and_the_command_that_measures_it(tmp_path, capsys):
+    from benchmarks import figures
+
+    def line(name: str, value: float, gpu: str = "H200") -> str:
+        return json.dumps({"name": name, "value": value, "unit": "", "gpu": gpu, "commit": "abc", "date": "2026-01-01"}) + "\n"
+
+    results = tmp_path / "results.jsonl"
+    kept = "".join(line(figure.name, figure.bound, "cpu" if figure.name.endswith(".cpu") else "H200") for figure in figures.FIGURES)
+    results.write_text(kept)
+    assert figures.main(["--results", str(results)]) == 0
+    assert "not" not in capsys.readouterr().out
+    results.write_text(kept + line("tau.gsm8k", 9.0, "cpu") + line("reader.gb_s", 9.9) + line("threads.failures", 1))
+    assert figures.main(["--results", str(results), "--missing"]) == 1
+    assert capsys.readouterr().out.splitlines() == [figures.THREADS, "python -m benchmarks.reader"]
+    assert figures.newest(results.read_text().splitlines())["tau.gsm8k"]["value"] == 3.0  # not that of a CPU
+
+
+def test_a_drafter_is_recorded_as_its_evaluation_and_its_training_were(tmp_path, capsys):
+    from benchmarks.drafter import main
+    from dflash_core.config import load_config
+    from dflash_core.plan import Plan
+    from tests.tiny_run import run_all, write_tiny_run
+
+    config, results = write_tiny_run(tmp_path), tmp_path / "results.jsonl"
+    settings = ["training.max_steps=4", "training.devices=[cpu]", "training.evaluation.every_steps=2", "evaluation.block_sizes=[2]"]
+    words = ["--config", str(config), "--results", str(results), "--commit", "abc", "--speed-on", "heldout"]
+    words += [word for setting in settings for word in ("--set", setting)]
+    assert main(words) == 2
+    assert "never run. Run: python -m dflash_core evaluate" in capsys.readouterr().err
+    run_all(Plan(load_config(config, settings)))
+    assert main(words) == 0
+    records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
+    assert list(records) == ["drafter.train_s", "tau.trained", "tau.heldout", "speedup.cpu"]
+    assert list(records["tau.trained"]["detail"]["by_tokens"]) == ["0", "128", "256"]
+    assert 1.0 <= records["tau.heldout"]["value"] <= 4.0
+    assert set(records["speedup.cpu"]["detail"]["other_blocks_on_all_prompts"]) == {"2"}
