@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import torch
 
-from dflash_core.config import PipelineConfig
+from dflash_core.config import PipelineConfig, devices_of
 from dflash_core.data.benchmarks import BENCHMARKS
 from dflash_core.data.builtin import BUILTIN_SOURCES
 from dflash_core.drafter.attention import kernels_fit
@@ -97,7 +97,7 @@ def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
     if config.training.evaluation.every_steps:
         named.append(("training.evaluation.device", config.training.evaluation_device))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for path, device in named:
+    for path, device in [(path, part) for path, devices in named for part in devices_of(devices)]:
         kind, _, index_text = device.partition(":")
         if kind == "cuda" and int(index_text or 0) >= count:
             have = f"this machine has cuda:0 to cuda:{count - 1}" if count else "this machine has no CUDA device"
@@ -173,7 +173,7 @@ def advice(config: PipelineConfig) -> list[str]:
             ("training.precision", config.training.devices[0], config.training.precision),
             ("evaluation.dtype", config.evaluation.device, config.evaluation.dtype),
         )
-        if device == "cpu" and dtype == "bfloat16"
+        if "cpu" in devices_of(device) and dtype == "bfloat16"
     ]
     if on_cpu and not _cpu_multiplies_bfloat16():
         return [f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32."]

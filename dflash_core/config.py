@@ -24,9 +24,10 @@ from dflash_core.config_data import Redaction as Redaction
 from dflash_core.config_read import parse_as as parse_as
 from dflash_core.config_read import read_tree as read_tree
 from dflash_core.config_rules import cross_field_problems
-from dflash_core.config_section import COLDEST, Decay, Fraction, LoosePath, Temperature
+from dflash_core.config_section import COLDEST, Decay, Fraction, LoosePath, NumberedSpreadDevice, SpreadDevice, Temperature
 from dflash_core.config_section import PositiveInt as PositiveInt
 from dflash_core.config_section import Section as Section
+from dflash_core.config_section import devices_of as devices_of
 from dflash_core.config_section import digest_of as digest_of
 from dflash_core.config_yaml import annotated_yaml as annotated_yaml
 
@@ -45,7 +46,9 @@ class TargetConfig(Section):
     model: str = Field(min_length=1, description="Hugging Face name, local folder, or the built-in 'smollm2-135m-instruct'.")
     revision: str | None = Field(None, description="Commit of the Hugging Face repository; pin it for anything that is kept.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Precision in which the target generates and is tapped.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of the target: cpu, cuda or cuda:N.")
+    device: SpreadDevice = Field(
+        "cpu", description="Device of the target: cpu, cuda or cuda:N; for one larger than a GPU several, 'cuda:0+cuda:1', that share its layers."
+    )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model's repository. Off unless you trust it.")
 
 
@@ -54,8 +57,10 @@ class ExtractionConfig(Section):
 
     samples_per_shard: PositiveInt = Field(256, description="Samples in one shard file: the unit of resuming.")
     batch_tokens: PositiveInt = Field(8192, description="Most tokens, padding included, in one forward pass of the target.")
-    devices: Annotated[tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...], Field(strict=False)] | None = Field(
-        None, min_length=1, description="One copy of the target and one thread per entry: cpu or cuda:N. Default: target.device. Changes no result."
+    devices: Annotated[tuple[NumberedSpreadDevice, ...], Field(strict=False)] | None = Field(
+        None,
+        min_length=1,
+        description="One copy of the target per entry: cpu, cuda:N, or several joined by +. Default: target.device. Changes no result.",
     )
     store: str | None = Field(
         None,
@@ -171,8 +176,9 @@ class TrainingConfig(Section):
         "shards",
         description="Where rows come from. online: targets run beside the training, on target_devices, and nothing is extracted to disk.",
     )
-    target_devices: Annotated[tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...], Field(strict=False)] = Field(
-        (), description="For 'online': one target thread per entry, cpu or cuda:N, also on a GPU that trains. Default: one, on target.device."
+    target_devices: Annotated[tuple[NumberedSpreadDevice, ...], Field(strict=False)] = Field(
+        (),
+        description="For 'online': one target thread per entry, cpu, cuda:N or several joined by +, also on GPUs that train. Default: target.device.",
     )
     queue_rows: PositiveInt = Field(16, description="Rows that the shared queue holds at most.")
     log_every: PositiveInt = Field(1, description="Steps between two records of metrics.")
@@ -217,7 +223,7 @@ class EvaluationConfig(Section):
     )
     max_new_tokens: PositiveInt = Field(128, description="Longest response, in tokens.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of decoding; losslessness is exact in float32.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda|cuda:\d+)$", description="Device of decoding.")
+    device: SpreadDevice = Field("cpu", description="Device of decoding; several joined by + share the target's layers.")
     block_size: int | None = Field(None, ge=2, description="Block size of decoding, at most the trained one. Default: the trained one.")
     batch_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
         (1,), min_length=1, description="Requests that are decoded together; all combinations with temperatures and block_sizes are measured."
@@ -277,7 +283,8 @@ class PipelineConfig(Section):
         """Devices of the targets that feed an online training, one per thread; none where shards do."""
         if self.training.feed == "shards":
             return ()
-        return self.training.target_devices or ("cuda:0" if self.target.device == "cuda" else self.target.device,)
+        own = "cuda:0" if self.target.device == "cuda" else self.target.device
+        return self.training.target_devices or (own,) * len(devices_of(own))  # a spread target is kept busy by as many threads
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dflash_core.config_section import devices_of
 from dflash_core.errors import Problem
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     yield from _taps(config.drafter)
     yield from _schedule_and_queue(config)
     yield from _devices(config)
+    yield from _spread(config)
     yield from _online(config)
     yield from _torchrun(config)
     yield from _fp8(config)
@@ -92,6 +94,18 @@ def _devices(config: PipelineConfig) -> Iterator[Problem]:
         yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")
 
 
+def _spread(config: PipelineConfig) -> Iterator[Problem]:
+    named = [("target.device", config.target.device), ("evaluation.device", config.evaluation.device)]
+    named += [(f"extraction.devices.{index}", device) for index, device in enumerate(config.extraction.devices or ())]
+    named += [(f"training.target_devices.{index}", device) for index, device in enumerate(config.training.target_devices)]
+    for field, device in named:
+        parts = devices_of(device)
+        if len(parts) > 1 and len(set(parts)) > 1 and "cpu" in parts:
+            yield Problem(field, device, "mixes cpu and cuda", "Spread the target over GPUs, or leave it on the CPU")
+        elif len(set(parts)) < len(parts) and "cpu" not in parts:
+            yield Problem(field, device, "names a GPU twice", "Name each device of a target once")
+
+
 def _online(config: PipelineConfig) -> Iterator[Problem]:
     training, targets = config.training, list(config.target_devices)
     if training.feed == "shards":
@@ -99,7 +113,7 @@ def _online(config: PipelineConfig) -> Iterator[Problem]:
             remedy = "Set training.feed to online, or leave training.target_devices out"
             yield Problem("training.target_devices", list(training.target_devices), "training.feed is shards, which need no target", remedy)
         return
-    if len({device.partition(":")[0] for device in (*targets, *training.devices)}) > 1:
+    if len({part.partition(":")[0] for device in (*targets, *training.devices) for part in devices_of(device)}) > 1:
         message = f"training.devices = {list(training.devices)}: features do not move between cpu and cuda"
         yield Problem("training.target_devices", targets, message, "Use devices of one kind for both")
     if config.extraction.feature_dtype == "fp8":

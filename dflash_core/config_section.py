@@ -23,6 +23,14 @@ def _greedy_or_warm(temperature: float) -> float:
 
 
 Temperature = Annotated[float, Field(ge=0.0), AfterValidator(_greedy_or_warm)]
+_SPREAD = r"(cpu|cuda:\d+)(\+(cpu|cuda:\d+))*"  # one device, or those that the layers of one target are spread over
+SpreadDevice = Annotated[str, Field(pattern=rf"^({_SPREAD}|cuda)$")]
+NumberedSpreadDevice = Annotated[str, Field(pattern=rf"^{_SPREAD}$")]
+
+
+def devices_of(device: str) -> tuple[str, ...]:
+    """The devices of a target: 'cuda:0+cuda:1' are two, over which its layers are spread."""
+    return tuple(device.split("+"))
 
 
 def _number_fields(schema: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 
-from dflash_core.config import PromptSource
+from dflash_core.config import PromptSource, devices_of
 from dflash_core.data.benchmarks import REQUESTS
 from dflash_core.drafter import DFlashConfig
 from dflash_core.evaluation.ways import further_ways
@@ -81,7 +81,7 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     """
     config, info = plan.config, plan.info
     data, training = config.data, config.training
-    rates = measure_rates(config.target.device, getattr(torch, config.target.dtype))
+    rates = measure_rates(devices_of(config.target.device)[0], getattr(torch, config.target.dtype))
     amounts = _amounts(plan)
     samples, tokens, response_tokens = amounts.samples, amounts.tokens, amounts.response_tokens
     about = "" if amounts.exact else "about "
@@ -116,7 +116,8 @@ def estimate(plan: Plan) -> dict[str, Estimate]:
     train_seconds = steps * config.rows_per_step * row_operations / (rates.product * _EFFICIENCY["train"] * parallel)
     if online:  # whichever side is slower, where each has devices of its own; on one CPU they share it
         feed_seconds = target_seconds * steps * config.rows_per_step * training.row_length / tokens / (online if training.devices[0] != "cpu" else 1)
-        apart = training.devices[0] != "cpu" and not set(config.target_devices) & set(training.devices)
+        beside_them = {part for device in config.target_devices for part in devices_of(device)}
+        apart = training.devices[0] != "cpu" and not beside_them & set(training.devices)
         train_seconds = max(train_seconds, feed_seconds) if apart else train_seconds + feed_seconds
     training_bytes = replica_bytes * len(training.devices) + target_bytes * len(set(config.target_devices)) + beside
 

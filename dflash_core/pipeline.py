@@ -302,16 +302,17 @@ def _extract(plan: Plan, folder: Path, progress: Progress) -> dict[str, Any]:
     target, taps = plan.config.target, plan.tap_layers
     last_hidden = plan.config.extraction.teacher != "none"
     models = plan.target_models(target.dtype, plan.config.extraction.devices or (target.device,))
+    threads = [model for model in models for _ in model.devices]  # a target spread over devices is a pipeline of batches, one for each
     return extract(
         plan.config.extraction,
         plan.info,
-        [functools.partial(model.packed_hidden_states, tap_layers=taps, last_hidden=last_hidden) for model in models],
+        [functools.partial(model.packed_hidden_states, tap_layers=taps, last_hidden=last_hidden) for model in threads],
         SampleTable.open(plan.folder("samples") / "train.parquet"),
         folder,
         tap_layers=taps,
         target_dtype=target.dtype,
         code_version=CODE_VERSIONS["shards"],
-        heads=[model.likeliest for model in models],
+        heads=[model.likeliest for model in threads],
         progress=progress,
     )
 

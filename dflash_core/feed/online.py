@@ -75,7 +75,7 @@ class TargetRows:
         self._whole_rows = target.packs and training.row_length <= self._batch_tokens
         self._dtype: torch.dtype = getattr(torch, config.extraction.feature_dtype)
         self._shape = training.row_length, len(self._tap_layers) * target.info.hidden_size
-        self.device = target.device
+        self.device = target.devices[-1]
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._buffers = None
         if self._stream is not None:
@@ -100,8 +100,8 @@ class TargetRows:
 
     def warm_up(self) -> None:
         """Make the row that takes most memory of all, on the main thread."""
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)  # weights were loaded on another stream
+        for device in self._target.devices if self._stream is not None else ():
+            torch.cuda.synchronize(device)  # weights were loaded on another stream
         row = self.row(0 if self._whole_rows else max(range(self._order.rows), key=self._padded_tokens))
         if row.give_back is not None:
             row.give_back(None)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from dflash_core.target.attention import Documents, packed_attention
+from dflash_core.target.device import on_device
 
 _JOINT = "_joint_projections"
 
@@ -128,7 +129,8 @@ def with_fused_attention(module: nn.Module) -> nn.Module:
 
 def _tried(make: Callable[[], nn.Module | None], module: nn.Module) -> nn.Module | None:
     try:
-        return make()
+        with on_device(next(module.parameters()).device):
+            return make()
     except Exception as error:  # a compiler that cannot make the kernel: slower is better than not at all
         logger.warning("%s runs as it is, without a fused kernel: %s", type(module).__name__, str(error).partition("\n")[0])
         return None

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dflash_core.config import GenerationConfig, TargetConfig
+from dflash_core.config import GenerationConfig, TargetConfig, devices_of
 from dflash_core.data.types import Response
 from dflash_core.errors import TargetError
 from dflash_core.stages import Progress, no_progress
@@ -28,6 +28,7 @@ from dflash_core.target.device import on_device
 from dflash_core.target.fused import join_projections
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
 from dflash_core.target.packed import PackedDecoder, can_pack
+from dflash_core.target.spread import Stages, place, without_hooks
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
 from dflash_core.target.vocabulary import TargetVocabulary
 
@@ -49,8 +50,16 @@ class TargetOutput:
 class TargetModel:
     """A causal language model, never trained here. Made by ``from_pretrained``."""
 
-    def __init__(self, model: Any, tokenizer: Any, info: TargetInfo) -> None:
-        """Take a loaded Transformers model. Raises ``TargetError`` if its parts cannot be found or its embeddings are not those of ``info``."""
+    def __init__(self, model: Any, tokenizer: Any, info: TargetInfo, devices: Sequence[str] = (), first_layers: Sequence[int] = (0,)) -> None:
+        """Take a loaded Transformers model.
+
+        Args:
+            devices: where its layers are, if on several.
+            first_layers: the first layer on each of them.
+
+        Raises:
+            TargetError: its parts cannot be found, or its embeddings are not those of ``info``.
+        """
         self.info = info
         self.tokenizer = tokenizer
         self._model = model.eval().requires_grad_(False)
@@ -58,16 +67,18 @@ class TargetModel:
         config: Any = self._structure.decoder.config
         if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")  # SDPA has no soft-cap, and some versions of Transformers leave it out without a word (5.17)
-        if self._structure.embedding.weight.is_cuda and not hasattr(model, "hf_device_map"):
+        if self._structure.embedding.weight.is_cuda:
             join_projections(self._structure.layers)
             torch.cuda.empty_cache()  # what the single ones leave is in pieces too small for the joint ones
         self._taps = LayerTaps(self._structure.layers)
         self._truncated: dict[int, torch.nn.Module] = {}
         self._packed: dict[int, PackedDecoder] = {}
-        self.packs = can_pack(model, self._structure)
+        self.packs = can_pack(self._structure)
         self._lock = threading.Lock()
         self.cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in Transformers 5.2x
-        self.vocabulary = TargetVocabulary(self._structure.embedding.weight, self._structure.head.weight, info)
+        embedding, head = self._structure.embedding.weight, self._structure.head.weight
+        self._stages = Stages(self._structure, self._taps, [torch.device(name) for name in devices], first_layers) if len(devices) > 1 else None
+        self.vocabulary = TargetVocabulary(embedding, head if self._stages is None else head.to(self._stages.devices[-1]), info)
         self._check_embedding()
 
     @classmethod
@@ -85,7 +96,7 @@ class TargetModel:
         Args:
             source: what ``resolve_target`` returned, a folder, or a name as in ``target.model``.
             dtype: precision of weights and computation, also by name ('bfloat16').
-            device: where it runs.
+            device: where it runs; joined by +, as in 'cuda:0+cuda:1', the devices that its layers are spread over.
             trust_remote_code: run code that comes with the model.
             revision: commit, when ``source`` is the name of a repository.
 
@@ -96,10 +107,17 @@ class TargetModel:
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        devices = devices_of(str(device))
+        device_map, first_layers = place(info, devices, trust_remote_code) if len(devices) > 1 else (None, (0,))
         try:
             with _no_progress_bar():
                 model, report = AutoModelForCausalLM.from_pretrained(
-                    info.path, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
+                    info.path,
+                    dtype=dtype,
+                    trust_remote_code=trust_remote_code,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    device_map=device_map,
                 )
         except Exception as error:  # Transformers raises many kinds here; all mean that this model cannot be used
             raise TargetError(
@@ -111,12 +129,18 @@ class TargetModel:
                 f"{info.path}: {len(absent)} tensors are missing from the weights or are not of the shape in config.json: {', '.join(absent[:5])}"
                 ". They would be random numbers. Fetch the model again, or correct its config.json."
             )
-        return cls(model.to(device), load_tokenizer(info.path, trust_remote_code), info)
+        model = model.to(device) if device_map is None else without_hooks(model)
+        return cls(model, load_tokenizer(info.path, trust_remote_code), info, devices, first_layers)
 
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
         return self.vocabulary.device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where its layers are, in order. As many threads keep all of them busy. Features come out of the last one, inputs go to the first."""
+        return (self.device,) if self._stages is None else self._stages.devices
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,11 +153,14 @@ class TargetModel:
         return self._structure.decoder
 
     @contextlib.contextmanager
-    def taps(self, tap_layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Within the block, this thread's passes fill the yielded mapping: layer id → output [B, T, H]. Also passes of copies of ``decoder``."""
+    def pass_through(self, tap_layers: Sequence[int] = ()) -> Iterator[dict[int, torch.Tensor]]:
+        """Within the block this thread may run one pass, also of copies of ``decoder``; fills the yielded mapping: layer id → output [B, T, H].
+
+        All outputs end on the device of the deepest layer that was run.
+        """
         if tap_layers:
             self._check_taps(tap_layers)
-        with self._taps.record(tap_layers) as taps:
+        with on_device(self.device) if self._stages is None else self._stages.batch(), self._taps.record(tap_layers) as taps:
             yield taps
 
     @torch.no_grad()
@@ -150,7 +177,7 @@ class TargetModel:
         self._check_taps(tap_layers)
         decoder = self._decoder_of_depth(max(tap_layers) + 1)
         mask_BT = None if mask_BT is None else mask_BT.to(self.device)
-        with self._taps.record(tap_layers) as taps:
+        with self.pass_through(tap_layers) as taps:
             decoder(input_ids=ids_BT.to(self.device), attention_mask=mask_BT, use_cache=False)
         return torch.cat([taps[layer] for layer in tap_layers], dim=-1)
 
@@ -196,12 +223,12 @@ class TargetModel:
             return list(torch.cat([features_BTF[row, : len(ids)] for row, ids in enumerate(documents)]).chunk(len(tap_layers), dim=-1))
         self._check_taps(tap_layers)
         depth = max(tap_layers) + 1
-        with on_device(self.device), self._taps.record(tap_layers) as taps:
-            with self._lock:
-                if depth not in self._packed:
-                    self._packed[depth] = PackedDecoder(self._structure, depth)
+        with self._lock:
+            if depth not in self._packed:
+                self._packed[depth] = PackedDecoder(self._structure, depth)
+        with self.pass_through(tap_layers) as taps:
             self._packed[depth](Documents.of(documents, self.device))
-            return [taps[layer][0] for layer in tap_layers]
+        return [taps[layer][0] for layer in tap_layers]
 
     @torch.no_grad()
     def forward(
@@ -220,16 +247,14 @@ class TargetModel:
             attention_mask: [B, cached + T], 1 for tokens, 0 for padding (on the left). None where there is none.
             logits_to_keep: logits of the last so many tokens only; 0: of all.
         """
-        if tap_layers is not None:
-            self._check_taps(tap_layers)
         arguments: dict[str, Any] = {self.cache_keyword: cache, "logits_to_keep": logits_to_keep}
         if attention_mask is not None:
             positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
             arguments |= {"attention_mask": attention_mask, "position_ids": positions[:, -ids_BT.shape[1] :]}
-        with self._taps.record(tap_layers or ()) as taps:
+        with self.pass_through(tap_layers or ()) as taps:
             output = self._model(input_ids=ids_BT, use_cache=True, **arguments)
-        features = torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
-        return TargetOutput(output.logits, features)
+        features = torch.cat([taps[layer] for layer in tap_layers], dim=-1).to(self.device) if tap_layers else None
+        return TargetOutput(output.logits.to(self.device), features)
 
     def new_cache(self) -> Any:
         """An empty key/value cache that ``crop_cache`` can shorten.

@@ -22,14 +22,13 @@ FAMILIES = frozenset({"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "q
 """Model types of which a test shows that packed equals unpacked. Layers that carry a state from token to token can never be among them."""
 
 
-def can_pack(model: Any, structure: Structure) -> bool:
-    """Whether the target is of a family that is known to give the same packed, on one device."""
+def can_pack(structure: Structure) -> bool:
+    """Whether the target is of a family that is known to give the same packed."""
     from transformers import AttentionInterface
 
     config: Any = structure.decoder.config
     AttentionInterface.register(ATTENTION, packed_attention)
-    spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1  # the hooks that move activations are bound to the original modules
-    return config.model_type in FAMILIES and not spread and not getattr(config, "use_bidirectional_attention", None)
+    return config.model_type in FAMILIES and not getattr(config, "use_bidirectional_attention", None)
 
 
 class PackedDecoder:

@@ -34,7 +34,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_core.errors import TargetError
-from dflash_core.target.device import on_device
 from dflash_core.target.fused import fused
 from dflash_core.target.model import TargetModel, TargetOutput
 from dflash_core.target.static_attention import attend, attend_plain, store
@@ -58,6 +57,19 @@ class StaticCache(Cache):
         self.attended: set[int] = set()
         self.start_R: Tensor | None = None
         self.rows: Tensor | None = None
+        self._starts: dict[torch.device, Tensor] = {}
+
+    def begin(self, start_R: Tensor | None, rows: Tensor | None) -> None:
+        """A pass begins, or with None and None ends."""
+        self.start_R, self.rows = start_R, rows
+        self._starts = {} if start_R is None else {start_R.device: start_R}
+
+    def start_on(self, device: torch.device) -> Tensor:
+        """``start_R`` where a layer is."""
+        assert self.start_R is not None, "only StaticTarget runs a pass with this cache"
+        if device not in self._starts:
+            self._starts[device] = self.start_R.to(device)
+        return self._starts[device]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take the keys and values [R, G, S, D] of a layer; returns what its attention is to see: the buffers, or those of a prompt themselves."""
@@ -69,12 +81,12 @@ class StaticCache(Cache):
             self.buffers[layer_idx] = keys, values
         keys, values = self.buffers[layer_idx]
         if self.rows is not None:
-            keys[self.rows, :, : key_states.shape[2]], values[self.rows, :, : key_states.shape[2]] = key_states, value_states
+            rows = self.rows.to(keys.device)
+            keys[rows, :, : key_states.shape[2]], values[rows, :, : key_states.shape[2]] = key_states, value_states
             return key_states, value_states
-        assert self.start_R is not None, "only StaticTarget runs a pass with this cache"
         count = key_states.shape[0]
         keys, values = keys[:count], values[:count]
-        store(key_states, value_states, keys, values, self.start_R)
+        store(key_states, value_states, keys, values, self.start_on(keys.device))
         return keys, values
 
 
@@ -91,13 +103,13 @@ def _static_attention(
         "softcap": softcap,
         "sinks_A": s_aux,
     }
-    assert cache.start_R is not None
+    start_R = cache.start_on(query.device)
     if cache.rows is None:
-        return attend(query, key, value, cache.start_R, **settings), None
+        return attend(query, key, value, start_R, **settings), None
     width = query.shape[2]
     if softcap is None and s_aux is None and (settings["window"] is None or settings["window"] >= width):
         return sdpa_attention_forward(module, query, key, value, None, scaling=settings["scale"], is_causal=True)
-    return attend_plain(query, key, value, cache.start_R, live=width, **settings), None
+    return attend_plain(query, key, value, start_R, live=width, **settings), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _static_attention)  # without a mask function of that name, Transformers makes no masks
@@ -117,7 +129,7 @@ class StaticTarget:
         """
         Args:
             graphs: on CUDA, capture ``step`` for each shape when it is first asked for. Without effect elsewhere, and on targets that ask the
-                device while they run (mixtures of experts, rotary frequencies that depend on the length).
+                device while they run (mixtures of experts, rotary frequencies that depend on the length) or are spread over several.
 
         Raises:
             TargetError: the target has recurrent or chunked layers, layers that share keys, or attention that cannot be replaced.
@@ -125,7 +137,7 @@ class StaticTarget:
         self.target, self.rows, self.capacity = target, rows, capacity
         self._decoder = _own_decoder(target)
         self._cache = StaticCache(rows, capacity)
-        self.graphs = graphs and target.device.type == "cuda" and not _asks_device(target)
+        self.graphs = graphs and target.device.type == "cuda" and len(target.devices) == 1 and not _asks_device(target)
         self._pool: Any = None
         self._stream = torch.cuda.Stream(target.device) if self.graphs else None
         self._captured: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}
@@ -191,7 +203,7 @@ class StaticTarget:
     def move(self, rows: Tensor) -> None:
         """Row ``rows[i]`` (int64 [N], all different) becomes row i; what the first N rows held is gone."""
         for buffer in itertools.chain.from_iterable(self._cache.buffers.values()):
-            buffer[: len(rows)] = buffer[rows]
+            buffer[: len(rows)] = buffer[rows.to(buffer.device)]
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """What runs ``function`` again: a replayed graph where ``graphs`` hold, else ``function`` itself.
@@ -226,19 +238,18 @@ class StaticTarget:
     def _decode(self, ids: Tensor, positions: Tensor, tap_layers: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:
         """Hidden states after the final norm, and features."""
         arguments = {self.target.cache_keyword: self._cache, "position_ids": positions, "use_cache": True}
-        with self.target.taps(tap_layers or ()) as taps:
-            hidden = self._decoder(input_ids=ids, **arguments).last_hidden_state
-        return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None
+        with self.target.pass_through(tap_layers or ()) as taps:
+            hidden = self._decoder(input_ids=ids, **arguments).last_hidden_state.to(self.device)
+        return hidden, torch.cat([taps[layer] for layer in tap_layers], dim=-1).to(self.device) if tap_layers else None
 
     @contextlib.contextmanager
     def _pass(self, start_R: Tensor, rows: Tensor | None) -> Iterator[None]:
-        self._cache.start_R, self._cache.rows = start_R, rows
+        self._cache.begin(start_R, rows)
         outer, _running.cache = getattr(_running, "cache", None), self._cache
         try:
-            with on_device(self.device):
-                yield
+            yield
         finally:
-            self._cache.start_R = self._cache.rows = None
+            self._cache.begin(None, None)
             _running.cache = outer
 
     def _check(self) -> None:
@@ -264,9 +275,7 @@ def _own_decoder(target: TargetModel) -> Any:
         raise _refused(target, f"it has layers of the kind {', '.join(sorted(kinds - _DECODABLE))}")
     if getattr(decoder.config, "num_kv_shared_layers", 0):
         raise _refused(target, "some of its layers use the keys of others")
-    tensors = list(itertools.chain(decoder.parameters(), decoder.buffers()))
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise _refused(target, "its layers are spread over several devices")
+    tensors = itertools.chain(decoder.parameters(), decoder.buffers())
     own = copy.deepcopy(decoder, {id(tensor): tensor for tensor in tensors})
     own.config._attn_implementation = ATTENTION
     for module in list(own.modules()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,13 @@ class LayerTaps:
             yield taps
         finally:
             self._recording.taps = None
+
+    def replace(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """What this thread has recorded so far becomes what ``function`` gives for it."""
+        taps: dict[int, torch.Tensor | None] = getattr(self._recording, "taps", None) or {}
+        for layer, output in taps.items():
+            if output is not None:
+                taps[layer] = function(output)
 
 
 def _is_norm(module: nn.Module, width: int) -> bool:

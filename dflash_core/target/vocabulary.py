@@ -25,7 +25,7 @@ class TargetVocabulary:
     """What tokens look like at the target's input and how hidden states become logits at its output.
 
     embedding_weight: [V, H], without the scale
-    head_weight:      [V, H]; the same tensor as embedding_weight if the target ties them
+    head_weight:      [V, H]; the same tensor as embedding_weight if the target ties them and is not spread over devices
     embedding_scale, logit_softcap, logit_scale: as in ``TargetInfo``
     """
 
@@ -68,8 +68,11 @@ class TargetVocabulary:
         return embeddings if self.embedding_scale == 1.0 else embeddings * self._scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of hidden states [..., H] that have passed the final norm, scaled and soft-capped as the target's are."""
-        logits = functional.linear(hidden, self.head_weight)
+        """Logits [..., V] of hidden states [..., H] that have passed the final norm, scaled and soft-capped as the target's are.
+
+        They are where the hidden states are, also if the head is elsewhere: that of a target spread over devices is on the last one.
+        """
+        logits = functional.linear(hidden.to(self.head_weight.device), self.head_weight).to(hidden.device)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

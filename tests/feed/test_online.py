@@ -73,6 +73,14 @@ def test_rows_of_live_targets_are_those_of_shards_bit_for_bit_where_samples_run_
     assert all(same(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_rows_of_a_target_that_is_spread_over_devices_are_those_of_one_device(target: TargetModel, tmp_path: Path) -> None:
+    spread = TargetModel.from_pretrained(save_tiny_target("llama", tmp_path), dtype=torch.float32, device="cpu+cpu")
+    settings = config(200).model_copy(update={"training": config(200).training.model_copy(update={"target_devices": ()})})
+    settings = settings.model_copy(update={"target": settings.target.model_copy(update={"device": "cpu+cpu"})})
+    assert settings.target_devices == ("cpu+cpu", "cpu+cpu")  # a thread for each stage
+    assert all(same(a, b) for a, b in zip(rows(config(200), target, 14), rows(settings, spread, 14), strict=True))
+
+
 @pytest.mark.parametrize("packs", [True, False])
 def test_rows_that_run_whole_are_those_of_shards_within_rounding(
     tmp_path: Path, target: TargetModel, packs: bool, monkeypatch: pytest.MonkeyPatch
