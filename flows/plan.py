@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,9 +11,18 @@ from rich.table import Table
 
 from dflash_core.config import load_config
 from dflash_core.errors import TargetError
-from dflash_core.estimate import Estimate, estimate
+from dflash_core.estimate import Estimate, Forecast, estimate
 from dflash_core.plan import ONLINE, Plan, StagePlan
+from dflash_core.target.device import total_memory
 from tasks.progress import duration
+
+_UNDISTURBED = 0.8
+_SMALLER = {
+    "responses": "lower data.generation.batch_size or max_new_tokens",
+    "shards": "lower extraction.batch_tokens",
+    "train": "lower training.rows_per_microstep or num_anchors, or set training.activation_checkpointing or training.sync = sharded",
+    "evaluate": "lower evaluation.batch_sizes or max_new_tokens",
+}
 
 
 def show_plan(path: Path, overrides: Sequence[str]) -> None:
@@ -25,21 +34,22 @@ def show_plan(path: Path, overrides: Sequence[str]) -> None:
     plan = Plan(load_config(path, overrides), str(path))
     stages = plan.stages
     try:
-        estimates = estimate(plan)
+        forecast = estimate(plan)
     except TargetError:  # not on this machine yet
-        estimates = {}
-    print_plan(plan, stages, estimates)
+        forecast = None
+    print_plan(plan, stages, forecast)
 
 
-def print_plan(plan: Plan, stages: dict[str, StagePlan], estimates: dict[str, Estimate]) -> None:
-    """The plan as a table, then what to expect in one line."""
+def print_plan(plan: Plan, stages: dict[str, StagePlan], forecast: Forecast | None) -> None:
+    """The plan as a table, then what to expect in a few lines. ``memory`` is that of the device that needs most."""
+    estimates = forecast.stages if forecast else {}
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("stage", "state", "makes"):
         table.add_column(heading)
     for heading in ("disk", "memory", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
-    unknown = Estimate("", None, None, None)
+    unknown = Estimate("")
     for name, stage in stages.items():
         guess = estimates.get(name, unknown)
         if stage.manifest is not None:
@@ -49,19 +59,30 @@ def print_plan(plan: Plan, stages: dict[str, StagePlan], estimates: dict[str, Es
             table.add_row(name, stage.why_not or "", guess.rows, in_bytes(guess.disk_bytes), in_bytes(guess.memory_bytes), in_time(guess.seconds))
     console.print(f"[bold]{plan.config.run.name}[/]: {plan.config.target.model}, in {plan.workspace}")
     console.print(table)
-    if not estimates:
+    if forecast is None:
         console.print("The target is not here yet. Sizes and times are known once the stage 'target' has run.")
         return
-    left = [estimates[name] for name, stage in stages.items() if not stage.cached and name in estimates]
-    seconds = sum(item.seconds or 0.0 for item in left)
-    disk = sum(item.disk_bytes or 0 for item in left)
-    memory = max((item.memory_bytes or 0 for item in left), default=0)
+    left = {name: estimates[name] for name, stage in stages.items() if not stage.cached}
     if all(stage.cached for name, stage in stages.items() if name != "warm_up" and stage.why_not != ONLINE):
         console.print("All is done: a run would only verify it.")
-    else:
+        return
+    seconds, disk = sum(item.seconds or 0.0 for item in left.values()), sum(item.disk_bytes or 0 for item in left.values())
+    memory = max(item.memory_bytes or 0 for item in left.values())
+    console.print(f"To do: about {in_time(seconds)} (within a factor of two), {in_bytes(disk)} of disk, {in_bytes(memory)} of memory at the most.")
+    if (share := forecast.rates.share) < _UNDISTURBED:
         console.print(
-            f"To do: about {in_time(seconds)} (within a factor of two), {in_bytes(disk)} of disk, {in_bytes(memory)} of memory at the most."
+            f"That is without other programs, which leave this one {share:.0%} of a processor at present: with them about {in_time(seconds / share)}."
         )
+    for line in too_large(left):
+        console.print(line)
+
+
+def too_large(stages: Mapping[str, Estimate]) -> Iterator[str]:
+    """What does not fit into the memory of a device, a sentence each."""
+    for name, remedy in _SMALLER.items():
+        for device, size in (stages[name].memory or {} if name in stages else {}).items():
+            if size > (there := total_memory(device)):
+                yield f"[yellow]{name}[/] needs about {in_bytes(size)} on {device}, which has {in_bytes(there)}: {remedy}."
 
 
 def in_bytes(count: int | None) -> str:

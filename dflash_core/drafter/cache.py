@@ -22,6 +22,11 @@ class DrafterCache:
         pairs = torch.zeros(config.num_layers, 2, *shape, dtype=dtype, device=device)
         self._buffers = [(pair[0], pair[1]) for pair in pairs]
 
+    @staticmethod
+    def bytes_needed(config: DFlashConfig, rows: int, capacity: int, element: int) -> int:
+        """Bytes of such a cache with ``element`` bytes a number."""
+        return 2 * config.num_layers * rows * config.num_kv_heads * capacity * config.head_dim * element
+
     def write(self, layer: int, k_RTGD: Tensor, v_RTGD: Tensor, start_R: Tensor) -> None:
         """Put keys and values of T positions of each row, from ``start_R`` on, to their places."""
         store(k_RTGD.transpose(1, 2), v_RTGD.transpose(1, 2), *self._buffers[layer], start_R)

@@ -21,7 +21,7 @@ from dflash_core.errors import DataError, Problem
 from dflash_core.evaluation.prompts import EvaluationPrompt
 from dflash_core.target import TargetModel
 
-_ROWS = 8  # prompts of a batch
+ROWS = 8  # prompts of a batch
 
 
 class HeldoutJudge:
@@ -44,7 +44,7 @@ class HeldoutJudge:
         self.device, self.dtype = target.device, target.dtype
         self.key = digest_of([target.info.digest, str(target.dtype), block_size, during.max_new_tokens, [asdict(prompt) for prompt in prompts]])
         self._target, self._prompts = target, [prompt.tokens for prompt in prompts]
-        self._room = Room(min(_ROWS, len(prompts)), max(map(len, self._prompts)), during.max_new_tokens, block_size)
+        self._room = Room(min(ROWS, len(prompts)), max(map(len, self._prompts)), during.max_new_tokens, block_size)
         self._verifier = open_verifier(target, self._room, graphs=config.evaluation.cuda_graphs is not False)
         self._drafter: DFlashDrafter | None = None
         self._decoder: Decoder | None = None

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from dflash_core.target.fetch import resolve_target
     from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
     from dflash_core.target.model import TargetModel, TargetOutput
-    from dflash_core.target.static import StaticTarget
+    from dflash_core.target.static import StaticTarget, static_cache_bytes
     from dflash_core.target.vocabulary import TargetVocabulary
+    from dflash_core.target.weights import loaded_bytes
 
 __all__ = [
     "StaticTarget",
@@ -22,8 +23,10 @@ __all__ = [
     "TargetOutput",
     "TargetVocabulary",
     "load_tokenizer",
+    "loaded_bytes",
     "read_target_info",
     "resolve_target",
+    "static_cache_bytes",
 ]
 
 _HOMES = {
@@ -33,8 +36,10 @@ _HOMES = {
     "TargetOutput": "model",
     "TargetVocabulary": "vocabulary",
     "load_tokenizer": "info",
+    "loaded_bytes": "weights",
     "read_target_info": "info",
     "resolve_target": "fetch",
+    "static_cache_bytes": "static",
 }
 
 

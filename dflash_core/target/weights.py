@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from dflash_core.stages import file_sha256, write_json_atomic
 
 INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100 * 2**20
+_CAST = {"F64", "F32", "F16", "BF16"}
 
 
 class StoredTensor(NamedTuple):
@@ -64,6 +66,21 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for name, entry in _header(path).items()
         if name != "__metadata__"
     }  # fmt: skip
+
+
+def loaded_bytes(folder: Path, element: int) -> int:
+    """Bytes of all weights in ``folder`` once they are loaded with ``element`` bytes a number; what is quantised stays as it is stored.
+
+    Raises:
+        TargetError: as ``stored_tensors`` does.
+    """
+    total = 0
+    for path in weight_files(folder):
+        for name, entry in _header(path).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                total += math.prod(entry["shape"]) * element if entry["dtype"] in _CAST else end - begin
+    return total
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_training_from_live_targets_is_training_from_shards_bit_for_bit(config: 
 
 
 def test_the_plan_has_no_disk_for_features_and_memory_for_the_targets(config: Path) -> None:
-    online, shards = (estimate(plan_of(config, *changes)) for changes in (ONLINE_ALONE, [ALONE]))
+    online, shards = (estimate(plan_of(config, *changes)).stages for changes in (ONLINE_ALONE, [ALONE]))
     assert online["shards"].disk_bytes is None
     assert (online["train"].memory_bytes or 0) > (shards["train"].memory_bytes or 0)
 
