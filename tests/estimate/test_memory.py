@@ -158,7 +158,9 @@ def test_targets_that_feed_or_judge_a_training_are_in_memory_once_for_each_devic
     alone, judged = parts(devices=["cuda:0"]), parts(devices=["cuda:0"], evaluation={"every_steps": 1})
     fed = parts(devices=["cuda:0"], feed="online", target_devices=["cuda:0", "cuda:0"])
     both = parts(devices=["cuda:0"], feed="online", target_devices=["cuda:0"], evaluation={"every_steps": 1})
+    spread = parts(devices=["cuda:0"], feed="online", target_devices=["cuda:0+cuda:1"])
     assert "target" not in alone
+    assert spread["target"] == weights // 2
     assert judged["evaluation"] > weights
     assert fed["target"] == weights
     assert both["target"] + both["evaluation"] == judged["evaluation"]
