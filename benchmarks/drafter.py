@@ -15,7 +15,7 @@ drafter.train_s          seconds of the training's steps
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +30,11 @@ from dflash_core.training import EVALUATIONS, read_metrics
 Key = TypeVar("Key", int, str)
 
 
-def record_sets(recorder: Recorder, found: EvaluationResult, speed_on: str) -> None:
-    """Acceptance on every set, and speed on one of them."""
+def record_sets(recorder: Recorder, found: EvaluationResult, sets: Collection[str], speed_on: str) -> None:
+    """Acceptance on these sets, and speed on one of them."""
     how = {"dtype": found.dtype, "device": found.device, "block_size": found.block_size, "max_new_tokens": found.max_new_tokens}
-    for name, measured in found.sets.items():
+    for name in sets:
+        measured = found.sets[name]
         figures = measured.trained
         acceptance = figures.acceptance
         detail: dict[str, Any] = {
@@ -41,7 +42,7 @@ def record_sets(recorder: Recorder, found: EvaluationResult, speed_on: str) -> N
             "lossless": measured.lossless, "diverged": measured.diverged, "per_position": [round(share, 3) for share in acceptance.per_position],
         }  # fmt: skip
         recorder.add(f"tau.{name}", acceptance.mean_of_requests, "tokens", figures.prompts, how | detail)
-    if speed_on in found.sets:
+    if speed_on in sets:
         figures = found.sets[speed_on].trained
         blocks = {way.way.block_size: way.figures.speedup for way in found.ways if (way.way.batch_size, way.way.temperature) == (1, 0.0)}
         detail = {
@@ -83,6 +84,7 @@ def main(words: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "", [])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides", help="change a setting; repeatable")
+    parser.add_argument("--sets", nargs="*", help="sets to record; default: all. Leave out those that were measured in part")
     parser.add_argument("--speed-on", default="gsm8k", help="set whose prompts the speed is stated for")
     options = parser.parse_args(words)
     config = load_config(options.config, options.overrides)
@@ -93,9 +95,12 @@ def main(words: list[str] | None = None) -> int:
         why = evaluate.why_not if train.manifest else train.why_not
         print(f"There is no evaluation of these settings: {why}. Run: python -m dflash_core evaluate {options.config}", file=sys.stderr)
         return 2
+    found = evaluation_of(evaluate.folder)
+    if unknown := set(options.sets or ()) - set(found.sets):
+        parser.error(f"--sets {' '.join(sorted(unknown))}: the evaluation has {', '.join(found.sets)}")
     recorder = recorder_for(options)
     record_training(recorder, config, train.folder, train.manifest.counts)
-    record_sets(recorder, evaluation_of(evaluate.folder), options.speed_on)
+    record_sets(recorder, found, options.sets or found.sets, options.speed_on)
     return 0
 
 
