@@ -20,7 +20,7 @@ from dflash_core.pipeline import StageResult, evaluation_of, evaluation_prompts
 from dflash_core.plan import Plan
 from dflash_core.stages import Progress, Stopwatch
 from tasks.progress import duration
-from tasks.registry import CHAMPION, Registry, fetched, registered_name
+from tasks.registry import CHAMPION, Registry, fetched
 from tasks.run import Run, publish, resumable
 from tasks.store import open_client
 from tasks.tracker import StageRecord
@@ -85,7 +85,8 @@ def find_drafter(config: PipelineConfig, drafter: str) -> Path:
         remedy = f"Name a folder, '{CHAMPION}' or the number of a version"
         raise InputError("drafter", [Problem("drafter", drafter, "there is no such folder", remedy)])
     client, uri = open_client(config)
-    registry, name = Registry(client, uri), registered_name(config.target.model)
+    registry = Registry(client, uri)
+    name = registry.name_of(config.target.model)
     version = registry.champion(name) if drafter == CHAMPION else registry.version(name, drafter)
     if version is None:
         message = f"no version of {name} in {uri} is the champion" if drafter == CHAMPION else f"{name} has no such version in {uri}"

@@ -1,4 +1,4 @@
-"""Stage 'export': the folder that servers load, registered as a version of ``dflash-<target>``."""
+"""Stage 'export': the folder that servers load, registered as a version of the target's model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State
 
 from dflash_core.pipeline import StageResult, drafter_folder
 from tasks.origin import git_tags
-from tasks.registry import Exported, registered_name
+from tasks.registry import Exported
 from tasks.run import Run, resumable
 from tasks.tracker import StageRecord, flat_params
 
@@ -42,7 +42,7 @@ def exported(run: Run, result: StageResult) -> Exported:
         **{name: measured[name] for name in ("lossless", "acceptance_length", "acceptance_length_pooled", "speedup")},
     }
     return Exported(
-        name=registered_name(config.target.model),
+        target=config.target.model,
         key=result.manifest.key,
         folder=folder,
         params={key: str(value) for key, value in flat_params(config.model_dump(mode="json", include={"drafter", "objective", "training"})).items()},

@@ -1,4 +1,4 @@
-"""Registered models: ``dflash-<target>`` has a version for every exported drafter, and the alias ``champion`` names the one to serve.
+"""Registered models: a target's own has a version for every exported drafter, and the alias ``champion`` names the one to serve.
 
     registry = Registry(client, uri)
     version = registry.register(experiment_id, run_id, Exported(...))     # finds it if it is there already
@@ -17,11 +17,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+from dflash_core.target.fetch import is_path
 from tasks.store import TrackingError, usable
 
+Found = TypeVar("Found")
 CHAMPION = "champion"
 EXPORT_KEY = "dflash.export_key"
 LONGEST_DESCRIPTION = 5000  # characters that MLflow's databases hold
@@ -29,9 +31,12 @@ LONGEST_DESCRIPTION = 5000  # characters that MLflow's databases hold
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported drafter. ``key`` is that of its export: the same export is registered once. ``card`` is its model card."""
+    """An exported drafter for a target, as the settings name it.
 
-    name: str
+    ``key`` is that of its export: the same export is registered once. ``card`` is its model card.
+    """
+
+    target: str
     key: str
     folder: Path
     params: Mapping[str, str]
@@ -55,9 +60,23 @@ class Version:
 
 
 def registered_name(target: str) -> str:
-    """Name of the registered model of a target, ``dflash-`` and the last part of the target's own name."""
+    """Name of a target's registered model: ``dflash-model``, or ``dflash-owner--model`` of a repository, for others have models of that name too."""
+    if _is_repository(target):
+        return "dflash-" + "--".join(_plain(part) for part in target.split("/"))
+    return _short_name(target)
+
+
+def _is_repository(target: str) -> bool:
+    return target.count("/") == 1 and not is_path(target) and not Path(target).is_dir()
+
+
+def _short_name(target: str) -> str:
     last = Path(target).expanduser().resolve().name if target.startswith((".", "~", "/")) else target.rstrip("/").rsplit("/", 1)[-1]
-    return "dflash-" + re.sub(r"[^\w.-]+", "-", last.lower())
+    return f"dflash-{_plain(last)}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name.lower())
 
 
 class Registry:
@@ -67,18 +86,26 @@ class Registry:
         self._client = client
         self._uri = uri
 
+    def name_of(self, target: str) -> str:
+        """Name of the registered model of a target: ``registered_name``, unless it has one already that was named without its owner."""
+        name, short = registered_name(target), _short_name(target)
+        if name == short:
+            return name
+        return short if self._found(lambda: self._client.get_registered_model(short).tags.get("dflash.target", "")) in ("", target) else name
+
     def register(self, experiment_id: str, run_id: str, exported: Exported) -> Version:
         """The version of an exported drafter; registered as a logged model of the run if it is not there yet.
 
         A process that is killed on the way leaves a logged model without version, which the next call takes up.
         """
-        known = self.find(exported.name, exported.key)
+        name = self.name_of(exported.target)
+        known = self.find(name, exported.key)
         if known is not None:
             return known
-        model = self._logged_model(experiment_id, run_id, exported)
-        self._ensure_registered_model(exported)
+        model = self._logged_model(experiment_id, run_id, name, exported)
+        self._ensure_registered_model(name, exported.tags.get("target", exported.target))
         version = self._client.create_model_version(
-            exported.name, source=model.artifact_location, run_id=model.source_run_id, model_id=model.model_id, await_creation_for=0,
+            name, source=model.artifact_location, run_id=model.source_run_id, model_id=model.model_id, await_creation_for=0,
             tags={**exported.tags, EXPORT_KEY: exported.key, "dflash.logged_model": model.model_id},
             description=_without_front_matter(exported.card)[:LONGEST_DESCRIPTION],
         )  # fmt: skip
@@ -91,11 +118,11 @@ class Registry:
 
     def champion(self, name: str) -> Version | None:
         """The version that the alias names, or None."""
-        return self._found(lambda: self._client.get_model_version_by_alias(name, CHAMPION))
+        return self._found(lambda: _version(self._client.get_model_version_by_alias(name, CHAMPION)))
 
     def version(self, name: str, number: str) -> Version | None:
         """A version by its number, or None."""
-        return self._found(lambda: self._client.get_model_version(name, number))
+        return self._found(lambda: _version(self._client.get_model_version(name, number)))
 
     def promote(self, version: Version) -> None:
         """Let the alias name this version."""
@@ -133,23 +160,23 @@ class Registry:
         """Address of a version's page, where MLflow is a server."""
         return f"{self._uri.rstrip('/')}/#/models/{quote(version.name)}/versions/{version.number}" if self._uri.startswith("http") else None
 
-    def _found(self, ask: Callable[[], Any]) -> Version | None:
+    def _found(self, ask: Callable[[], Found]) -> Found | None:
         from mlflow.exceptions import MlflowException
 
         with usable(self._uri):
             try:
-                return _version(ask())
+                return ask()
             except MlflowException as error:
                 if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # no such model, version or alias
                     return None
                 raise
 
-    def _logged_model(self, experiment_id: str, run_id: str, exported: Exported) -> Any:
+    def _logged_model(self, experiment_id: str, run_id: str, registered: str, exported: Exported) -> Any:
         begun = self._client.search_logged_models([experiment_id], f"tags.`{EXPORT_KEY}` = '{exported.key}'")
         whole = [model for model in begun if str(model.status) == "READY"]
         if whole:
             return whole[0]
-        name = exported.name.replace(".", "-")  # MLflow takes dots in names of registered models, not of logged ones
+        name = registered.replace(".", "-")  # MLflow takes dots in names of registered models, not of logged ones
         model = self._client.create_logged_model(
             experiment_id, name, run_id, {**exported.tags, EXPORT_KEY: exported.key}, dict(exported.params), "drafter"
         )
@@ -160,12 +187,12 @@ class Registry:
             raise
         return self._client.finalize_logged_model(model.model_id, "READY")
 
-    def _ensure_registered_model(self, exported: Exported) -> None:
+    def _ensure_registered_model(self, name: str, target: str) -> None:
         from mlflow.exceptions import MlflowException
 
-        about = f"Drafters for {exported.tags.get('target', exported.name)}. Serve the version with the alias '{CHAMPION}'."
+        about = f"Drafters for {target}. Serve the version with the alias '{CHAMPION}'."
         try:
-            self._client.create_registered_model(exported.name, tags={"dflash.target": exported.tags.get("target", "")}, description=about)
+            self._client.create_registered_model(name, tags={"dflash.target": target}, description=about)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

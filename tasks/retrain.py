@@ -27,7 +27,7 @@ from dflash_core.retrain import RetrainConfig
 from dflash_core.retrain.decision import Decision, decide
 from dflash_core.retrain.rounds import Round, Rounds, pipeline_config
 from tasks.logs import flow_run_logs
-from tasks.registry import CHAMPION, Registry, Version, fetched, registered_name
+from tasks.registry import CHAMPION, Registry, Version, fetched
 from tasks.run import Run, publish
 from tasks.store import open_client
 from tasks.summary import linked
@@ -44,7 +44,7 @@ class Retraining:
         self.config = config
         self.rounds = rounds
         self.registry = registry
-        self.name = registered_name(config.target.model)
+        self.name = registry.name_of(config.target.model)
         self.current: Round | None = None
         self.champion: Path | None = None
         self.outcome: dict[str, Any] = {}
@@ -64,10 +64,10 @@ class Retraining:
             TrackingError: the MLflow store cannot be used.
         """
         client, uri = open_client(config)
-        name = registered_name(config.target.model)
-        rounds = Rounds(config.run.workspace / "retrain" / name)
+        registry = Registry(client, uri)
+        rounds = Rounds(config.run.workspace / "retrain" / registry.name_of(config.target.model))
         with rounds.held(), flow_run_logs():
-            retraining = cls(config, rounds, Registry(client, uri), dry_run=dry_run)
+            retraining = cls(config, rounds, registry, dry_run=dry_run)
             try:
                 yield retraining
             except InputError:

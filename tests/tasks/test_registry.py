@@ -33,9 +33,7 @@ def exported(tmp_path: Path) -> Exported:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights")
     card = "---\nlicense: apache-2.0\n---\n# A drafter\nmeasured: 2.5\n"
-    return Exported(
-        registered_name(f"some/{tmp_path.name}"), "key1", folder, {"drafter.num_layers": "2"}, {"target": "some/target", "lossless": "1.0"}, card
-    )
+    return Exported(f"some/{tmp_path.name}", "key1", folder, {"drafter.num_layers": "2"}, {"target": "some/target", "lossless": "1.0"}, card)
 
 
 def registry_of(tracker: Tracker) -> Registry:
@@ -62,7 +60,7 @@ def test_a_version_has_the_files_the_tags_and_the_card_and_belongs_to_its_run(
 
 @pytest.mark.parametrize("target", ["meta-llama/Llama-3.1-8B", "组织/模型 ß", "it's/100%"])
 def test_a_target_may_have_any_name(tracker: Tracker, exported: Exported, tmp_path: Path, target: str) -> None:
-    version = tracker.register_model(replace(exported, name=registered_name(target), key=registered_name(target)))
+    version = tracker.register_model(replace(exported, target=target, key=registered_name(target)))
     assert version is not None
     registry_of(tracker).promote(version)
     assert registry_of(tracker).champion(registered_name(target)) == version
@@ -71,7 +69,8 @@ def test_a_target_may_have_any_name(tracker: Tracker, exported: Exported, tmp_pa
 
 def test_the_same_export_is_registered_once_also_when_a_kill_came_between_its_two_halves(tracker: Tracker, exported: Exported) -> None:
     assert tracker.run_id is not None
-    model = registry_of(tracker)._logged_model(tracker.experiment_id, tracker.run_id, exported)  # killed before the version was created
+    # killed before the version was created
+    model = registry_of(tracker)._logged_model(tracker.experiment_id, tracker.run_id, registered_name(exported.target), exported)
     first, second = tracker.register_model(exported), tracker.register_model(exported)
     assert first is not None
     assert first == second
@@ -80,24 +79,24 @@ def test_the_same_export_is_registered_once_also_when_a_kill_came_between_its_tw
 
 
 def test_the_champion_is_nobody_until_one_is_promoted_and_then_the_last_that_was(tracker: Tracker, exported: Exported) -> None:
-    registry = registry_of(tracker)
-    assert registry.champion(exported.name) is None
+    registry, name = registry_of(tracker), registered_name(exported.target)
+    assert registry.champion(name) is None
     first = tracker.register_model(exported)
     assert first is not None
-    assert registry.champion(exported.name) is None
+    assert registry.champion(name) is None
     registry.promote(first)
     other = tracker.register_model(Exported(**{**vars(exported), "key": "key2"}))
     assert other is not None
-    assert registry.champion(exported.name) == first
+    assert registry.champion(name) == first
     registry.promote(other)
-    assert registry.champion(exported.name) == other
-    assert registry.version(exported.name, "1") == first
+    assert registry.champion(name) == other
+    assert registry.version(name, "1") == first
 
 
 def test_a_drafter_is_found_by_its_folder_by_its_version_and_as_the_champion(
     make_config: Callable[..., PipelineConfig], tracker: Tracker, exported: Exported, tmp_path: Path
 ) -> None:
-    config = make_config(target={"model": f"some/{exported.name.removeprefix('dflash-')}"})
+    config = make_config(target={"model": exported.target})
     with pytest.raises(InputError, match=r"drafter = 'champion': no version of .* is the champion\. Train one"):
         find_drafter(config, "champion")
     version = tracker.register_model(exported)
@@ -105,7 +104,7 @@ def test_a_drafter_is_found_by_its_folder_by_its_version_and_as_the_champion(
     registry_of(tracker).promote(version)
     found = find_drafter(config, "champion")
     assert found == find_drafter(config, "1")
-    assert found.parent == config.run.workspace / "registered" / exported.name
+    assert found.parent == config.run.workspace / "registered" / registered_name(exported.target)
     assert (found / "model.safetensors").read_bytes() == b"weights"
     assert find_drafter(config, str(tmp_path)) == tmp_path
     with pytest.raises(InputError, match=r"drafter = '7': .* has no such version in sqlite"):
@@ -182,11 +181,23 @@ def test_a_store_that_cannot_be_used_is_an_error_that_names_it(make_config: Call
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        ("Qwen/Qwen3-8B", "dflash-qwen3-8b"),
+        ("Qwen/Qwen3-8B", "dflash-qwen--qwen3-8b"),
         ("smollm2-135m-instruct", "dflash-smollm2-135m-instruct"),
         ("/models/My Model/", "dflash-my-model"),
-        ("组织/模型", "dflash-模型"),
+        ("组织/模型", "dflash-组织--模型"),
     ],
 )
 def test_the_name_of_a_registered_model_comes_from_its_target(target: str, name: str) -> None:
     assert registered_name(target) == name
+
+
+def test_targets_of_one_name_and_different_owners_have_models_of_their_own(tracker: Tracker, exported: Exported) -> None:
+    names = [f"{owner}/{exported.target.replace('/', '-')}" for owner in ("a", "b")]
+    found = [tracker.register_model(replace(exported, target=name, key=name, tags={"target": name})) for name in names]
+    assert [version and version.number for version in found] == ["1", "1"]
+
+
+def test_a_model_that_was_named_without_its_owner_stays_that_targets_own(tracker: Tracker, exported: Exported) -> None:
+    registry, model = registry_of(tracker), exported.target.replace("/", "-")
+    tracker.client.create_registered_model(f"dflash-{model}", tags={"dflash.target": f"a/{model}"})
+    assert [registry.name_of(f"{owner}/{model}") for owner in ("a", "b")] == [f"dflash-{model}", f"dflash-b--{model}"]
