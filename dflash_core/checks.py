@@ -60,7 +60,9 @@ def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
     sources = {f"data.sources.{index}.source": item for index, item in enumerate(config.data.sources)}
     sets = {f"evaluation.sets.{index}.source": item for index, item in enumerate(config.evaluation.sets)}
     for path, item in {**sources, **sets}.items():
-        if item.path is not None and not item.path.is_file():
+        if item.drawn and path in sets:
+            yield Problem(path, item.source, "a set is the same for all drafters, and a target writes its own", "Name a file or a built-in set")
+        elif item.path is not None and not item.path.is_file():
             yield Problem(path, item.source, "there is no such file", "Correct the path; it is relative to the folder you start in")
         elif item.source in BENCHMARKS and path in sources:
             yield Problem(path, item.source, "is a benchmark, which is never trained on", "Name it in evaluation.sets instead")

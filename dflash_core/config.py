@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dflash_core.config_data import DataConfig as DataConfig
+from dflash_core.config_data import DrawnConfig as DrawnConfig
 from dflash_core.config_data import EndpointConfig as EndpointConfig
 from dflash_core.config_data import FilterConfig as FilterConfig
 from dflash_core.config_data import GenerationConfig as GenerationConfig

@@ -16,7 +16,7 @@ class PromptSource(Section):
 
     source: str = Field(
         min_length=1,
-        description="A .jsonl, .jsonl.gz or .parquet file, a .log of vLLM, 'hf://owner/dataset' (pinned by '@revision'), or a 'builtin:…' one.",
+        description="A .jsonl, .jsonl.gz or .parquet file, a .log of vLLM, 'hf://owner/dataset' (pinned by '@revision'), 'builtin:…', or 'target'.",
     )
     split: str = Field("train", description="Split of a Hugging Face dataset; ignored for files.")
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
@@ -24,8 +24,29 @@ class PromptSource(Section):
 
     @property
     def path(self) -> Path | None:
-        """The file, or None for a dataset of a hub and for a built-in source."""
-        return None if "://" in self.source or self.source.startswith("builtin:") else Path(self.source)
+        """The file, or None for a dataset of a hub, a built-in source and what the target writes."""
+        return None if self.drawn or "://" in self.source or self.source.startswith("builtin:") else Path(self.source)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether these are requests that the target writes: ``limit`` of them, as ``data.drawn`` says."""
+        return self.source == "target"
+
+
+class DrawnConfig(Section):
+    """Requests that the target writes itself, where ``data.sources`` names 'target'."""
+
+    temperature: float = Field(0.8, ge=0.01, description="Sampling temperature of requests; the lower, the more alike and the saner.")
+    top_p: float = Field(0.95, gt=0.0, le=1.0, description="Nucleus sampling: share of probability that is kept.")
+    max_new_tokens: PositiveInt = Field(192, description="Longest request, in tokens; what is longer is left out.")
+    openings: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        ("",), min_length=1, description="What requests begin with, one drawn for each; '' leaves the first word to the target."
+    )
+    followed: Fraction = Field(0.0, description="Share of the conversations that go on with a second request, drawn after the answer.")
+    follow_ups: Annotated[tuple[str, ...], Field(strict=False)] = Field(("",), min_length=1, description="What second requests begin with.")
+    min_new_share: Fraction = Field(
+        0.5, description="Least share of the runs of four tokens in a request that none before it had; near-repetitions have less."
+    )
 
 
 class EndpointConfig(Section):
@@ -91,6 +112,7 @@ class DataConfig(Section):
     sources: Annotated[tuple[PromptSource, ...], Field(strict=False)] = Field(
         min_length=1, description="Where prompts come from; rows are taken in this order."
     )
+    drawn: DrawnConfig = Field(default_factory=DrawnConfig, description="Requests that the target writes, where a source is 'target'.")
     filters: FilterConfig = Field(default_factory=FilterConfig, description="What of the data is used, and what is blanked out.")
     system_prompt: str | None = Field(None, description="System message for conversations that have none.")
     template_arguments: dict[str, bool | int | float | str] = Field(

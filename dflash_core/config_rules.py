@@ -9,12 +9,13 @@ from dflash_core.config_section import devices_of
 from dflash_core.errors import Problem
 
 if TYPE_CHECKING:
-    from dflash_core.config import DrafterConfig, EvaluationConfig, PipelineConfig
+    from dflash_core.config import DataConfig, DrafterConfig, EvaluationConfig, PipelineConfig
 
 
 def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     """Everything that is wrong between the settings of a configuration."""
     yield from _sizes(config)
+    yield from _drawn(config.data)
     yield from _taps(config.drafter)
     yield from _schedule_and_queue(config)
     yield from _devices(config)
@@ -55,6 +56,21 @@ def block_size_problems(evaluation: EvaluationConfig, trained: int) -> Iterator[
         if size is not None and size > trained:
             message = f"larger than the block size that the drafter is trained with, {trained}"
             yield Problem(field, size, message, "Decode with blocks of the trained size or smaller ones")
+
+
+def _drawn(data: DataConfig) -> Iterator[Problem]:
+    drawn = [index for index, item in enumerate(data.sources) if item.drawn]
+    if not drawn:
+        return
+    first = drawn[0]
+    if data.sources[first].limit is None:
+        yield Problem(f"data.sources.{first}.limit", None, "a target writes without end", "Say how many requests are to be drawn")
+    if len(drawn) > 1:
+        message = f"is data.sources.{first} already, and would write the same again"
+        yield Problem(f"data.sources.{drawn[1]}.source", "target", message, f"Raise data.sources.{first}.limit instead")
+    if data.regenerate == "never":
+        message = "what the target writes as a user has no responses, which data.regenerate = never keeps"
+        yield Problem(f"data.sources.{first}.source", "target", message, "Set data.regenerate to auto, or leave the source out")
 
 
 def _taps(drafter: DrafterConfig) -> Iterator[Problem]:

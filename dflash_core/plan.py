@@ -21,6 +21,7 @@ import torch
 from dflash_core.checks import check_environment, check_target
 from dflash_core.config import FilterConfig, PipelineConfig, digest_of
 from dflash_core.data.builtin import versions_of
+from dflash_core.data.drawn import draws
 from dflash_core.data.driver import OF_ENDPOINTS, settings_of
 from dflash_core.drafter import chosen_tap_layers
 from dflash_core.errors import DFlashError, TargetError
@@ -208,6 +209,8 @@ class Plan:
         }
         if versions := {item.source: found for item in data.sources if (found := versions_of(item.source))}:
             depends["versions"] = versions
+        if drawn := draws(self.config):
+            depends["drawn"] = [drawn, data.drawn.model_dump(mode="json"), self.config.run.seed, self.config.target.dtype]
         if data.filters != FilterConfig():
             depends["filters"] = data.filters.model_dump(mode="json")
         if data.regenerate != "never":

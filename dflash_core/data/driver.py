@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_core.config import GenerationConfig, PipelineConfig, digest_of
@@ -76,12 +77,15 @@ class Driver:
     dropped:               responses left out because ``data.generation.truncated`` is 'drop'
     """
 
-    def __init__(self, config: PipelineConfig, tokenizer: Any, journal: Journal, target_digest: str, progress: Progress):
+    def __init__(
+        self, config: PipelineConfig, tokenizer: Any, journal: Journal, target_digest: str, progress: Progress, *, answers: Path | None = None
+    ):
+        """``answers``: a response cache beside ``data.response_cache``."""
         self._config, self._tokenizer = config, tokenizer
         self._journal, self._target_digest, self._progress = journal, target_digest, progress
         self._generation = config.data.generation
-        path = config.data.response_cache if config.data.regenerate == "auto" else None
-        self._cache = read_response_cache(path, target_digest, self._generation) if path else {}
+        paths = filter(None, (answers, config.data.response_cache)) if config.data.regenerate == "auto" else ()
+        self._cache = {key: response for path in paths for key, response in read_response_cache(path, target_digest, self._generation).items()}
         self.generated = self.from_cache = self.dropped = 0
 
     def by_target(self, conversations: Sequence[Conversation], generate: Generate) -> Iterator[Answered]:
@@ -185,29 +189,11 @@ class Driver:
         self._progress(self.generated + self.from_cache, total, "responses")
         if missing:
             prompts, seeds = [request.prompt for request in missing], [request.seed for request in missing]
-            for ready in self._journalled(missing, generate(prompts, self._generation, seeds=seeds)):
-                for request, response in ready:
-                    self._accept(request, response)
+            keys = [self._key(request) for request in missing]
+            for ready in journalled(self._journal, keys, generate(prompts, self._generation, seeds=seeds)):
+                for index, response in ready:
+                    self._accept(missing[index], response)
                 self._progress(self.generated + self.from_cache, total, "responses")
-
-    def _journalled(self, requests: Sequence[_Request], responses: Iterable[tuple[int, Response]]) -> Iterator[list[tuple[_Request, Response]]]:
-        """Responses as they come, some at a time; each is on disk when it comes out of here, whatever ends the generation."""
-        fresh: list[tuple[_Request, Response]] = []
-        synced = time.monotonic()
-        try:
-            for index, response in responses:
-                fresh.append((requests[index], response))
-                if time.monotonic() >= synced + _SYNC_SECONDS:
-                    self._record(fresh)
-                    done, fresh, synced = fresh, [], time.monotonic()
-                    yield done
-        finally:
-            self._record(fresh)
-        yield fresh
-
-    def _record(self, fresh: Sequence[tuple[_Request, Response]]) -> None:
-        if fresh:
-            self._journal.append((self._key(request), response) for request, response in fresh)
 
     def _from_cache(self, request: _Request) -> bool:
         cached = self._cache.get(cache_key(self._target_digest, self._generation, request.prompt).prompt)
@@ -227,6 +213,23 @@ class Driver:
             return
         dialogue.responses.append(response)
         dialogue.messages = [*dialogue.messages, Message("assistant", response_text(self._tokenizer, response))]
+
+
+def journalled(journal: Journal, keys: Sequence[str], responses: Iterable[tuple[int, Response]]) -> Iterator[list[tuple[int, Response]]]:
+    """Responses as they come, some at a time, with their indices; each is on disk under its key when it comes out of here, whatever ends them."""
+    fresh: list[tuple[int, Response]] = []
+    synced = time.monotonic()
+    try:
+        for index, response in responses:
+            fresh.append((index, response))
+            if time.monotonic() >= synced + _SYNC_SECONDS:
+                journal.append((keys[index], response) for index, response in fresh)
+                done, fresh, synced = fresh, [], time.monotonic()
+                yield done
+    finally:
+        if fresh:
+            journal.append((keys[index], response) for index, response in fresh)
+    yield fresh
 
 
 def settings_of(generation: GenerationConfig) -> Mapping[str, Any]:

@@ -74,7 +74,21 @@ def with_end_of_turn(
 def end_of_turn(render: RenderText, messages: Sequence[Message], special_tokens: Sequence[str]) -> tuple[str, str] | None:
     """What the template writes after the last message, an assistant's: (text before the first special token, that token). None: it has none."""
     holders = _placeholders(messages)
-    tail = _after_last(render(_with_holders(messages, holders), False), holders[-1])
+    return _to_first_special(_after_last(render(_with_holders(messages, holders), False), holders[-1]), special_tokens)
+
+
+def user_turn(render: RenderText, before: Sequence[Message], special_tokens: Sequence[str]) -> tuple[str, str] | None:
+    """What surrounds a user's turn after the messages ``before``: (all the text up to its first character, the special token after it).
+
+    None: the template changes or repeats what users say, or writes no special token after it.
+    """
+    holder = _placeholders([*before, Message("user", "")])[-1]
+    text = render([*before, Message("user", holder)], False)
+    found = _to_first_special(_after_last(text, holder), special_tokens)
+    return None if found is None else (text.split(holder)[0], found[1])
+
+
+def _to_first_special(tail: str | None, special_tokens: Sequence[str]) -> tuple[str, str] | None:
     places = [(tail.index(token), -len(token), token) for token in special_tokens if token and token in tail] if tail else []
     if tail is None or not places:
         return None

@@ -19,6 +19,7 @@ from dflash_core.data.masks import (
     tagged_regions,
     token_mask,
     untagged_regions,
+    user_turn,
     with_end_of_turn,
 )
 from dflash_core.data.types import Conversation, Message, Response, Sample
@@ -75,7 +76,7 @@ def render_sample(
     text, regions = _assistant_regions(tokenizer, messages, arguments, id)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens: list[int] = list(encoded["input_ids"])
-    special = set(tokenizer.all_special_ids) | {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = special_ids(tokenizer)
     mask = token_mask(text, encoded["offset_mapping"], [token in special for token in tokens], regions)
     if not any(mask):
         raise _error(id, text[-200:], "none of its tokens could be told to be the assistant's", "Use a chat template with {% generation %} tags")
@@ -129,6 +130,29 @@ def stop_token(tokenizer: Any, template_arguments: TemplateArguments | None = No
 
     found = end_of_turn(render, [Message("user", "Hi"), Message("assistant", "Hello")], _special_texts(tokenizer))
     return int(tokenizer.convert_tokens_to_ids(found[1]) if found else tokenizer.eos_token_id)
+
+
+def user_opening(tokenizer: Any, before: Messages, template_arguments: TemplateArguments | None = None, *, id: str = "opening") -> tuple[str, int]:
+    """What the target has seen when a user begins to speak after ``before`` (which may be empty), as text, and the token with which users end.
+
+    Raises:
+        DataError: the template refuses the messages, or a user's words cannot be told from what it writes around them; names ``id``.
+    """
+    turns, arguments = _as_messages(before), template_arguments or {}
+
+    def render(part: Sequence[Message], generation_prompt: bool) -> str:
+        return _render(tokenizer, part, arguments, id, generation_prompt)
+
+    found = user_turn(render, turns, _special_texts(tokenizer))
+    if found is None:
+        message = "the chat template writes a user's words changed, more than once, or without a special token after them: their place cannot be told"
+        raise _error(id, [turn.role for turn in turns], message, "Give prompts of another source than 'target'")
+    return found[0], int(tokenizer.convert_tokens_to_ids(found[1]))
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of the tokens that stand for no text."""
+    return frozenset(tokenizer.all_special_ids) | {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _special_texts(tokenizer: Any) -> list[str]:

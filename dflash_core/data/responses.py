@@ -44,6 +44,7 @@ def build_responses(
     folder: Path,
     *,
     target_digest: str,
+    answers: Path | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, int]:
     """Read the prompts, drop repetitions, and write every conversation with its responses into ``folder``.
@@ -52,6 +53,7 @@ def build_responses(
         generate: called with the prompts of many conversations, or endpoints to ask; never used when the cache has all
             responses or ``data.regenerate`` is 'never'.
         target_digest: of the target's weights; responses in ``data.response_cache`` count only under the same digest.
+        answers: a response cache of this run's own.
 
     Returns:
         counts: rows, rejected, filtered, duplicates, conversations, turns, generated, from_cache, dropped (responses), response_tokens, truncated.
@@ -75,7 +77,7 @@ def build_responses(
             counts |= _write(folder / CONVERSATIONS, (Answered(conversation, None) for conversation in conversations))
         else:
             with Journal(journal_path) as journal:
-                driver = Driver(config, tokenizer, journal, target_digest, progress)
+                driver = Driver(config, tokenizer, journal, target_digest, progress, answers=answers)
                 if isinstance(generate, EndpointClient):
                     answered = _usable(driver.by_endpoints(conversations, generate), rejected, config.data.max_rejected_fraction)
                 else:

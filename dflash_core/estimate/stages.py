@@ -26,6 +26,7 @@ from dflash_core.training.replica import compute_dtype
 _EFFICIENCY = {"cpu": {"decoding": 0.15, "shards": 0.55, "train": 0.5}, "cuda": {"decoding": 0.6, "shards": 0.6, "train": 0.6}}
 _SECONDS_OF_A_LAYER = {"cpu": 1e-3, "cuda": 2e-5}
 _FP8_SPEEDUP = 1.4
+_REQUEST = 40  # tokens of one that the target writes
 _LOADING_S = 5.0
 _COMPILING_S = 50.0
 _ACCEPTANCE_LENGTH = 2.0  # of a drafter that nobody has measured yet
@@ -104,6 +105,7 @@ class _Work:
         positions = together * (100 + data.generation.max_new_tokens // 2)
         cached = 2 * info.num_layers * info.num_kv_heads * info.head_dim * compute_dtype(self._config.target.dtype).itemsize * positions
         tokens = amounts.response_tokens * amounts.conversations // amounts.samples
+        tokens += draws(self._config) * min(_REQUEST, data.drawn.max_new_tokens)
         seconds = tokens / together * (self._pass(together, self._config.target.dtype) + cached / self._rates.vector) + _LOADING_S
         return Estimate(rows, disk, self._sizes.responses(amounts.longest_prompt).needed(), seconds)
 

@@ -45,6 +45,9 @@ class RetrainConfig(PipelineConfig):
 
 
 def _problems_of_retraining(config: RetrainConfig) -> Iterator[Problem]:
+    if (drawn := next((index for index, item in enumerate(config.data.sources) if item.drawn), None)) is not None:
+        remedy = "Draw them once with 'dflashctl prompts', and name that file"
+        yield Problem(f"data.sources.{drawn}.source", "target", "the old prompts of a retraining are read before there is a target", remedy)
     if config.training.max_steps is not None:
         message = "how many prompts arrive is not known beforehand, and a run that wants more steps than they hold fails"
         yield Problem("training.max_steps", config.training.max_steps, message, "Leave it out and set training.epochs")

@@ -1,0 +1,230 @@
+"""Requests that the target itself writes: ``source: target`` in ``data.sources``, for those who have no traffic yet.
+
+A chat model that sees the opening of a user's turn of its own template, and nothing more, goes on as users do (Magpie, arXiv 2406.08464). Where
+``data.drawn.followed`` asks for it, the target answers, and a second request is drawn in the same way after its answer.
+
+    drawn = draw_requests(config, tokenizer, generate, workspace / "drawn", target=digests)
+    config = drawn.as_source_of(config)      # a file like any other: filtered, compared, held out and kept out of evaluation sets as all are
+
+Request number i draws from (run.seed, i) alone: more of them begin with the same ones, whatever the batch size and however often the work was
+interrupted. Each is on disk before anything is made of it.
+
+Results, in a folder named by all that they depend on: ``requests.jsonl.gz`` (rows of a source), ``answers.jsonl.gz`` (a response cache: the answers
+before second requests need not be given again) and ``counts.json``, which is written last.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dflash_core.config import DrawnConfig, GenerationConfig, PipelineConfig, PromptSource, digest_of
+from dflash_core.data.cache import Journal, cache_key, write_response_cache
+from dflash_core.data.driver import OF_ENDPOINTS, Driver, journalled
+from dflash_core.data.render import check_tokenizer, render_prompt, special_ids, user_opening
+from dflash_core.data.types import Conversation, Message, Response
+from dflash_core.errors import DataError, Problem
+from dflash_core.stages import Progress, atomic_write, no_progress, stage_lock, write_json_atomic
+
+REQUESTS, ANSWERS, COUNTS = "requests.jsonl.gz", "answers.jsonl.gz", "counts.json"
+_VERSION = 1  # raised when the same settings give other requests
+_RUN = 4  # tokens of a run that is compared between requests
+_LEAST_ENDED = 0.05  # share of the draws that end: a model that never saw a user's turn goes on for ever, or ends at once
+
+
+class Draw(Protocol):
+    """What a target offers: as ``driver.Generate``, but an answer may end with other tokens than the target's own, ``stop``, as well."""
+
+    def __call__(
+        self, prompts: list[list[int]], generation: GenerationConfig, /, *, seeds: list[int], stop: Sequence[int] = ()
+    ) -> Iterable[tuple[int, Response]]: ...
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Requests on disk.
+
+    requests: rows of a source
+    answers:  to first requests that are followed by a second one, as a response cache
+    counts:   drawn, drawn_unfinished (not ended within max_new_tokens, empty, or with special tokens), drawn_repeated, drawn_followed
+    """
+
+    requests: Path
+    answers: Path
+    counts: Mapping[str, int]
+
+    def as_source_of(self, config: PipelineConfig) -> PipelineConfig:
+        """The configuration with this file in place of the source 'target'."""
+        sources = tuple(PromptSource(source=str(self.requests)) if item.drawn else item for item in config.data.sources)
+        return config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})})
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A user's turn that is to be drawn: the request's number, and what was said before."""
+
+    number: int
+    before: tuple[Message, ...]
+
+
+def draws(config: PipelineConfig) -> int:
+    """Requests that a configuration asks its target for; 0 if it has no such source."""
+    return sum(item.limit or 0 for item in config.data.sources if item.drawn)
+
+
+def draw_requests(
+    config: PipelineConfig, tokenizer: Any, generate: Draw, folder: Path, *, target: Sequence[str | None], progress: Progress = no_progress
+) -> Drawn:
+    """Draw the requests of the source 'target', or find them drawn in ``folder``.
+
+    Args:
+        target: digests of the target's weights, its tokenizer and its chat template.
+
+    Raises:
+        DataError: the chat template does not tell where a user's turn begins and ends, or hardly a draw ends: a base model.
+        StageBusyError: another process draws them.
+    """
+    check_tokenizer(tokenizer)
+    place = folder / digest_of(_depends_on(config, target))[:12]
+    if not (place / COUNTS).is_file():
+        with stage_lock(place):
+            if not (place / COUNTS).is_file():
+                with Journal(place / "journal.jsonl") as journal:
+                    counts = _Drawing(config, tokenizer, generate, journal, str(target[0]), progress).write(place)
+                write_json_atomic(place / COUNTS, counts)
+                (place / "journal.jsonl").unlink()
+    return Drawn(place / REQUESTS, place / ANSWERS, json.loads((place / COUNTS).read_bytes()))
+
+
+def _depends_on(config: PipelineConfig, target: Sequence[str | None]) -> list[Any]:
+    data = config.data
+    answered = data.generation.model_dump(mode="json", exclude=OF_ENDPOINTS) if data.drawn.followed else None
+    settings = [data.drawn.model_dump(mode="json"), data.system_prompt, data.template_arguments, answered]
+    return [_VERSION, *target, config.target.dtype, config.run.seed, draws(config), *settings]
+
+
+class _Drawing:
+    """The work on one file of requests."""
+
+    def __init__(self, config: PipelineConfig, tokenizer: Any, generate: Draw, journal: Journal, target_digest: str, progress: Progress):
+        self._config, self._tokenizer, self._generate = config, tokenizer, generate
+        self._journal, self._target_digest, self._progress = journal, target_digest, progress
+        self._drawn: DrawnConfig = config.data.drawn
+        self._special = special_ids(tokenizer)
+
+    def write(self, place: Path) -> dict[str, int]:
+        """Draw everything, and write requests and answers. Returns the counts."""
+        total = draws(self._config)
+        system = () if self._config.data.system_prompt is None else (Message("system", self._config.data.system_prompt),)
+        requests = self._draw([_Turn(number, system) for number in range(total)], self._drawn.openings)
+        if len(requests) < _LEAST_ENDED * total:
+            raise _error(total, f"of {total} requests only {len(requests)} ended within data.drawn.max_new_tokens = {self._drawn.max_new_tokens}")
+        new = self._new(requests)
+        firsts = {number: (*system, Message("user", text)) for number, text in new.items()}
+        going_on = {number: said for number, said in firsts.items() if self._random(number, "goes on") < self._drawn.followed}
+        answers, histories = self._answered(going_on)
+        seconds = self._draw([_Turn(number, said) for number, said in histories.items()], self._drawn.follow_ups)
+        _write_rows(place / REQUESTS, {number: self._said(number, said, histories, seconds) for number, said in firsts.items()})
+        write_response_cache(place / ANSWERS, answers)
+        return {
+            "drawn": total,
+            "drawn_unfinished": total - len(requests),
+            "drawn_repeated": len(requests) - len(new),
+            "drawn_followed": len(seconds),
+        }
+
+    def _draw(self, turns: Sequence[_Turn], openings: Sequence[str]) -> dict[int, str]:
+        """What users say in these turns, by number, in order; those that did not end as a request does are left out."""
+        prompts, begun, seeds, stop = [], [], [], 0
+        for turn in turns:
+            text, stop = user_opening(self._tokenizer, turn.before, self._config.data.template_arguments, id=f"request {turn.number}")
+            begun.append(openings[int(self._random(turn.number, f"opening {len(turn.before)}") * len(openings))])
+            prompts.append(list(self._tokenizer(text + begun[-1], add_special_tokens=False)["input_ids"]))
+            seeds.append(self._seed(turn.number, f"draw {len(turn.before)}"))
+        keys = [digest_of([prompt, seed]) for prompt, seed in zip(prompts, seeds, strict=True)]
+        known = [self._journal.get(key) for key in keys]
+        missing = [index for index, response in enumerate(known) if response is None]
+        settings = GenerationConfig(
+            max_new_tokens=self._drawn.max_new_tokens,
+            temperature=self._drawn.temperature,
+            top_p=self._drawn.top_p,
+            batch_size=self._config.data.generation.batch_size,
+        )
+        done = len(turns) - len(missing)
+        if missing:
+            generated = self._generate([prompts[index] for index in missing], settings, seeds=[seeds[index] for index in missing], stop=[stop])
+            for ready in journalled(self._journal, [keys[index] for index in missing], generated):
+                for index, response in ready:
+                    known[missing[index]] = response
+                done += len(ready)
+                self._progress(done, len(turns), "requests")
+        said = (self._text(prompt, opening, response) for prompt, opening, response in zip(prompts, begun, known, strict=True))
+        return {turn.number: text for turn, text in zip(turns, said, strict=True) if text is not None}
+
+    def _text(self, prompt: list[int], opening: str, response: Response | None) -> str | None:
+        """A request as its user would have typed it; None if it did not end, is empty, or holds what the template alone writes."""
+        assert response is not None
+        tokens = list(response.tokens[:-1])
+        if response.finish_reason != "stop" or self._special.intersection(tokens):
+            return None
+        before = self._tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        whole = self._tokenizer.decode(prompt + tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = (opening + whole[len(before) :]).strip()  # decoded together: some tokenizers drop a blank in front
+        return text if text and "\ufffd" not in text else None
+
+    def _new(self, requests: Mapping[int, str]) -> dict[int, str]:
+        """The requests without those that say too little that none before them said, in runs of tokens: so it is in every language."""
+        seen: set[tuple[int, ...]] = set()
+        new = {}
+        for number, text in requests.items():
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            runs = {tuple(ids[start : start + _RUN]) for start in range(max(1, len(ids) - _RUN + 1))}
+            if len(runs - seen) >= max(self._drawn.min_new_share * len(runs), 1):
+                new[number] = text
+                seen |= runs
+        return new
+
+    def _answered(self, firsts: Mapping[int, tuple[Message, ...]]) -> tuple[list[tuple[Any, Response]], dict[int, tuple[Message, ...]]]:
+        """The target's answers, as entries of a response cache, and what is said in each conversation up to there."""
+        data = self._config.data
+        driver = Driver(self._config, self._tokenizer, self._journal, self._target_digest, self._progress)
+        entries, histories = [], {}
+        for answered in driver.by_target([Conversation(str(number), said) for number, said in firsts.items()], self._generate):
+            messages, number = answered.conversation.messages, int(answered.conversation.id)
+            prompt = render_prompt(self._tokenizer, messages[:-1], data.template_arguments, id=f"request {number}")
+            entries.append((cache_key(self._target_digest, data.generation, prompt), (answered.responses or ())[0]))
+            histories[number] = messages
+        return entries, histories
+
+    def _said(
+        self, number: int, first: tuple[Message, ...], histories: Mapping[int, tuple[Message, ...]], seconds: Mapping[int, str]
+    ) -> tuple[Message, ...]:
+        return (*histories[number], Message("user", seconds[number])) if number in seconds else first
+
+    def _seed(self, number: int, purpose: str) -> int:
+        digest = hashlib.sha256(json.dumps([self._config.run.seed, number, purpose]).encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def _random(self, number: int, purpose: str) -> float:
+        return random.Random(self._seed(number, purpose)).random()
+
+
+def _write_rows(path: Path, conversations: Mapping[int, Sequence[Message]]) -> None:
+    rows = (
+        {"id": f"drawn-{number:07}", "messages": [{"role": message.role, "content": message.content} for message in messages]}
+        for number, messages in conversations.items()
+    )
+    content = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(gzip.compress(content.encode(), mtime=0))
+
+
+def _error(value: object, message: str) -> DataError:
+    remedy = "A base model writes no requests: name an instruction-tuned target, or give prompts of another source. For a chat model raise the limit"
+    return DataError("data", [Problem("data.sources (target)", value, message, remedy)])
