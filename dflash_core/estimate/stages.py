@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_core.config import PipelineConfig, devices_of
+from dflash_core.data.drawn import draws
 from dflash_core.estimate.amounts import Amounts, amounts_of, rows_of
 from dflash_core.estimate.memory import Sizes
 from dflash_core.estimate.rates import Rates, measure_rates
