@@ -90,8 +90,19 @@ class DrafterConfig(Section):
     )
     num_taps: PositiveInt | None = Field(None, description="Number of tapped layers when tap_layers is not given. Default: num_layers.")
     intermediate_size: PositiveInt | None = Field(None, description="Width of the drafter's MLP. Default: the target's.")
+    sliding_window: PositiveInt | None = Field(
+        None, description="Positions that a draft layer sees, its own included: bounds what long contexts cost. Default: all, with full attention."
+    )
+    full_attention_layers: Annotated[tuple[int, ...], Field(strict=False)] = Field(
+        (), description="0-based draft layers that see everything although there is a sliding_window, ascending."
+    )
     initial_weights: Literal["random", "target"] = Field("random", description="Start from random weights or from the target's own last layers.")
     initial_checkpoint: LoosePath | None = Field(None, description="Exported drafter folder to continue from; it goes before initial_weights.")
+
+    @property
+    def sliding_layers(self) -> tuple[int, ...]:
+        """0-based draft layers with the sliding window."""
+        return tuple(i for i in range(self.num_layers) if i not in self.full_attention_layers) if self.sliding_window else ()
 
 
 class DistillationConfig(Section):

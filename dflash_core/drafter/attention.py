@@ -3,7 +3,7 @@
     B rows   A query heads   G key/value heads   N anchor slots   S block size   T context   Q = N * S draft positions   D head size
 
 The visibility rule is ``masks.visible``; here it is used as what it comes to: of the context a block sees the interval [start, anchor), of the
-draft keys its own S. flex_attention with ``masks.dflash_block_mask`` computes the same, and runs where these kernels do not (``kernels_fit``).
+draft keys its own S; in a layer with a sliding window each of its queries a shorter one, and the keys up to its own. flex_attention with ``masks.dflash_block_mask`` computes the same, and runs where these kernels do not (``kernels_fit``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.drafter.config import DFlashConfig
-from dflash_core.drafter.masks import context_intervals
+from dflash_core.drafter.masks import context_intervals, first_seen
 
 LOG2_E = 1.4426950408889634
 
@@ -44,8 +44,9 @@ TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(16, 16, 2, 1), by_ke
 class IntervalMask(NamedTuple):
     """Who sees whom, for ``block_attention``: as ``interval_mask`` makes it, inside torch.compile or not.
 
-    start, anchor: [B, N] int32 context interval of each block
+    start, anchor: [B, N] int32 context interval of each block, before its window
     forward, by_query: [B, tiles of queries, 4] int32, by_key: [B, tiles of keys, 4] int32; see ``_ranges``
+    window: W of a sliding layer, 0 for full attention
     """
 
     start: Tensor
@@ -53,6 +54,7 @@ class IntervalMask(NamedTuple):
     forward: Tensor
     by_key: Tensor
     by_query: Tensor
+    window: int
 
 
 def kernels_fit(block_size: int, head_dim: int, precision: str) -> bool:
@@ -67,7 +69,9 @@ def attention_kind(wanted: str, device: torch.device, precision: str, config: DF
     return "fused" if wanted != "flex" and kernels_fit(config.block_size, config.head_dim, precision) else "flex"
 
 
-def interval_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tilings: Tilings = TILINGS) -> IntervalMask:
+def interval_mask(
+    anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tilings: Tilings = TILINGS, window: int = 0
+) -> IntervalMask:
     """The mask of ``dflash_dense_mask`` in the form that ``block_attention`` walks. Arguments as there.
 
     A few operations a tile, on the device of the arguments, without host synchronisation; sizes depend on N, S and T alone.
@@ -76,11 +80,11 @@ def interval_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, 
     start_BN, anchor_BN = (x.int() for x in context_intervals(anchors_BN, document_ids_BT))
 
     def ranges(tiling: Tiling, by_key: bool) -> Tensor:
-        touched, filled = _tiles(start_BN, anchor_BN, T, block_size, tiling.queries, tiling.keys)
+        touched, filled = _tiles(start_BN, anchor_BN, T, block_size, tiling.queries, tiling.keys, window)
         return _ranges(touched.mT, filled.mT) if by_key else _ranges(touched, filled)
 
     by_query = ranges(tilings.by_query, False)
-    return IntervalMask(start_BN, anchor_BN, ranges(tilings.forward, False), ranges(tilings.by_key, True), by_query)
+    return IntervalMask(start_BN, anchor_BN, ranges(tilings.forward, False), ranges(tilings.by_key, True), by_query, window)
 
 
 def block_attention(
@@ -91,14 +95,17 @@ def block_attention(
     return out
 
 
-def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Which tiles of [queries, context keys] are visible in part or whole, and which entirely: two of [B, query tiles, key tiles] bool."""
+def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, queries: int, keys: int, window: int) -> tuple[Tensor, Tensor]:
+    """Which tiles of [queries, context keys] are visible in part or whole, and which entirely: two of [B, query tiles, key tiles] bool.
+
+    A tile holds whole blocks: what any of a block's queries sees begins where its first one's window does, what all see where its last one's does.
+    """
     N, device = anchor_BN.shape[1], anchor_BN.device
     slots = torch.arange(-(-N * S // queries) * queries // S, device=device).clamp(max=N - 1).view(-1, queries // S)
     k0 = torch.arange(0, T, keys, device=device)
     start, anchor = start_BN[:, slots, None], anchor_BN[:, slots, None]  # [B, query tiles, slots of a tile, 1]
-    touched = (torch.maximum(start, k0) < torch.minimum(anchor, k0 + keys)).any(dim=2)
-    filled = ((start <= k0) & (anchor >= k0 + keys)).all(dim=2)
+    touched = (torch.maximum(first_seen(start, anchor, 0, window), k0) < torch.minimum(anchor, k0 + keys)).any(dim=2)
+    filled = ((first_seen(start, anchor, S - 1, window) <= k0) & (anchor >= k0 + keys)).all(dim=2)
     return touched, filled
 
 
@@ -119,13 +126,14 @@ def _ranges(touched_BRC: Tensor, filled_BRC: Tensor) -> Tensor:
 
 @torch.library.custom_op("dflash::block_attention", mutates_args=())
 def _forward(
-    q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, start: Tensor, anchor: Tensor, forward: Tensor, by_key: Tensor, by_query: Tensor
+    q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, start: Tensor, anchor: Tensor, forward: Tensor, by_key: Tensor, by_query: Tensor,
+    window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return launch_forward(q, kc, vc, kb, vb, IntervalMask(start, anchor, forward, by_key, by_query), TILINGS)
+    return launch_forward(q, kc, vc, kb, vb, IntervalMask(start, anchor, forward, by_key, by_query, window), TILINGS)
 
 
 @_forward.register_fake
-def _(q: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, Q, A, _D = q.shape
     return q.new_empty(q.shape), q.new_empty((B, A, Q), dtype=torch.float32)
 
@@ -133,29 +141,30 @@ def _(q: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("dflash::block_attention_backward", mutates_args=())
 def _backward(
     q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    start: Tensor, anchor: Tensor, forward: Tensor, by_key: Tensor, by_query: Tensor,
+    start: Tensor, anchor: Tensor, forward: Tensor, by_key: Tensor, by_query: Tensor, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return launch_backward(q, kc, vc, kb, vb, out, lse, dout, IntervalMask(start, anchor, forward, by_key, by_query), TILINGS)
+    return launch_backward(q, kc, vc, kb, vb, out, lse, dout, IntervalMask(start, anchor, forward, by_key, by_query, window), TILINGS)
 
 
 @_backward.register_fake
-def _(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     B, T, _G, D = kc.shape
     heads = (B, T, q.shape[2], D)
     return q.new_empty(q.shape), kc.new_empty(heads), vc.new_empty(heads), kb.new_empty(kb.shape), vb.new_empty(vb.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, kc, vc, kb, vb, start, anchor, forward, by_key, by_query, out, lse = ctx.saved_tensors
-    dq, dkc, dvc, dkb, dvb = _backward(q, kc, vc, kb, vb, out, lse, dout, start, anchor, forward, by_key, by_query)
+    dq, dkc, dvc, dkb, dvb = _backward(q, kc, vc, kb, vb, out, lse, dout, start, anchor, forward, by_key, by_query, ctx.window)
     group = q.shape[2] // kc.shape[2]
     dkc, dvc = (x.unflatten(2, (-1, group)).sum(3, dtype=torch.float32).to(kc.dtype) for x in (dkc, dvc))  # the heads of a group
-    return dq, dkc, dvc, dkb, dvb, None, None, None, None, None
+    return dq, dkc, dvc, dkb, dvb, None, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -173,7 +182,7 @@ def launch_forward(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, ma
     forward_kernel[(tiles * B * A,)](
         q, kc, vc, kb, vb, out, lse, mask.start, mask.anchor, mask.forward,
         *_strides(q, kc, vc, kb, vb, out), A, A // G, N, T, Q, tiles, D**-0.5 * LOG2_E,
-        **_walk(tiling, Q, T, Q // N, D),
+        **_walk(tiling, Q, T, Q // N, D, mask.window),
     )  # fmt: skip
     return out, lse
 
@@ -197,27 +206,27 @@ def launch_backward(
     queries = max(tiling.queries, S)  # whole blocks
     own_block_kernel[(-(-Q // queries), B * G)](
         q, kb, vb, out, dout, lse, delta, own_dq, dkb, dvb, *_strides(q, kb, vb, out, dout, own_dq, dkb, dvb), A, G, Q, factor, scale,
-        GROUP=A // G, S=S, D=D, QUERIES=queries, EVEN_Q=Q % queries == 0, num_warps=tiling.warps, num_stages=tiling.stages,
+        GROUP=A // G, S=S, D=D, QUERIES=queries, EVEN_Q=Q % queries == 0, CAUSAL=mask.window > 0, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     tiling, tiles = tilings.by_key, mask.by_key.shape[1]
     keys_kernel[(tiles * B * A,)](
         q, kc, vc, dout, lse, delta, dk, dv, mask.start, mask.anchor, mask.by_key,
         *_strides(q, kc, vc, dout, dk), A, A // G, N, T, Q, tiles, factor, scale,
-        **_walk(tiling, Q, T, S, D),
+        **_walk(tiling, Q, T, S, D, mask.window),
     )  # fmt: skip
     tiling, tiles = tilings.by_query, mask.by_query.shape[1]
     queries_kernel[(tiles * B * A,)](
         q, kc, vc, dout, lse, delta, own_dq, dq, mask.start, mask.anchor, mask.by_query,
         *_strides(q, kc, vc, dout, own_dq, dq), A, A // G, N, T, Q, tiles, factor, scale,
-        **_walk(tiling, Q, T, S, D),
+        **_walk(tiling, Q, T, S, D, mask.window),
     )  # fmt: skip
     return dq, dk, dv, dkb, dvb
 
 
-def _walk(tiling: Tiling, Q: int, T: int, S: int, D: int) -> dict[str, Any]:
+def _walk(tiling: Tiling, Q: int, T: int, S: int, D: int, window: int) -> dict[str, Any]:
     """What a kernel that walks tiles is compiled for."""
-    even = {"EVEN_Q": Q % tiling.queries == 0, "EVEN_T": T % tiling.keys == 0}
-    return {"S": S, "D": D, "QUERIES": tiling.queries, "KEYS": tiling.keys, **even, "num_warps": tiling.warps, "num_stages": tiling.stages}
+    shape = {"S": S, "D": D, "WINDOW": window, "QUERIES": tiling.queries, "KEYS": tiling.keys}
+    return shape | {"EVEN_Q": Q % tiling.queries == 0, "EVEN_T": T % tiling.keys == 0, "num_warps": tiling.warps, "num_stages": tiling.stages}
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ other axis, which the context intervals of the blocks give (``attention.interval
 ends compare a key with the interval of its query's block. A block sees of the draft keys its own only, so these are a square tile on the diagonal
 that never enters the walk: the backward pass takes them together with what it needs once a query anyway (``own_block_kernel``).
 
+A sliding window (WINDOW, 0 for none) makes the intervals later and the walks shorter. Each further slot of a block sees one key less at the far end,
+which is compared where the ends are, and of its own block nothing after itself.
+
 Programs start with the longest walk first. Without that the last program to start decides when the pass ends (benchmarks/RESULTS.md).
 
 Runs on CUDA, and on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
@@ -35,6 +38,23 @@ def _put_rows(pointer, offsets, stride, length, values, D: tl.constexpr, EVEN: t
         tl.store(pointers, values.to(pointer.dtype.element_ty))
     else:
         tl.store(pointers, values.to(pointer.dtype.element_ty), mask=offsets[:, None] < length)
+
+
+@triton.jit
+def _first_seen(start, anchor, queries, S: tl.constexpr, WINDOW: tl.constexpr):
+    """``masks.first_seen`` of each query; without a window the start of its block's context."""
+    if WINDOW > 0:
+        return tl.maximum(start, anchor + queries % S - (WINDOW - 1))
+    return start
+
+
+@triton.jit
+def _foreign(queries, keys, S: tl.constexpr, CAUSAL: tl.constexpr):
+    """[queries, keys]: draft keys of another block, and with a window those after the query's own."""
+    hidden = (queries // S)[:, None] != (keys // S)[None, :]
+    if CAUSAL:
+        hidden = hidden | (keys[None, :] > queries[:, None])
+    return hidden
 
 
 @triton.jit
@@ -86,7 +106,7 @@ def forward_kernel(
     q_ptr, kc_ptr, vc_ptr, kb_ptr, vb_ptr, out_ptr, lse_ptr, start_ptr, anchor_ptr, ranges_ptr,
     q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, kb_b, kb_g, kb_q, vb_b, vb_g, vb_q, out_b, out_a, out_q,
     A, GROUP, N, T, Q, tiles, factor,
-    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
     heads = tl.num_programs(0) // tiles
     tile = tiles - 1 - tl.program_id(0) // heads  # late anchors see most
@@ -95,6 +115,7 @@ def forward_kernel(
     queries = tile * QUERIES + tl.arange(0, QUERIES)
     slots = tl.minimum(queries // S, N - 1)
     start, anchor = tl.load(start_ptr + b * N + slots), tl.load(anchor_ptr + b * N + slots)
+    start = _first_seen(start, anchor, queries, S, WINDOW)
     q = _rows(q_ptr + b * q_b + a * q_a, queries, q_q, Q, D, EVEN_Q)
 
     accumulator = tl.zeros([QUERIES, D], tl.float32)
@@ -105,7 +126,7 @@ def forward_kernel(
         keys = tile * QUERIES + piece + tl.arange(0, KEYS)
         k = _rows(kb_ptr + b * kb_b + g * kb_g, keys, kb_q, Q, D, EVEN_Q)
         v = _rows(vb_ptr + b * vb_b + g * vb_g, keys, vb_q, Q, D, EVEN_Q)
-        hidden = (queries // S)[:, None] != (keys // S)[None, :]
+        hidden = _foreign(queries, keys, S, WINDOW > 0)
         scores = tl.where(hidden, float("-inf"), tl.dot(q, tl.trans(k), input_precision="ieee") * factor)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         safe = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -134,7 +155,7 @@ def own_block_kernel(
     q_ptr, kb_ptr, vb_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dkb_ptr, dvb_ptr,
     q_b, q_a, q_q, kb_b, kb_g, kb_q, vb_b, vb_g, vb_q, out_b, out_a, out_q, do_b, do_a, do_q, dq_b, dq_a, dq_q,
     dkb_b, dkb_g, dkb_q, dvb_b, dvb_g, dvb_q, A, G, Q, factor, scale,
-    GROUP: tl.constexpr, S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, EVEN_Q: tl.constexpr,
+    GROUP: tl.constexpr, S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, EVEN_Q: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The blocks' own keys, for all query heads of a group: their gradients, the first part of dq, and delta = sum(out * dout)."""
     tile = tl.program_id(0)
@@ -142,7 +163,7 @@ def own_block_kernel(
     queries = tile * QUERIES + tl.arange(0, QUERIES)
     k = _rows(kb_ptr + b * kb_b + g * kb_g, queries, kb_q, Q, D, EVEN_Q)
     v = _rows(vb_ptr + b * vb_b + g * vb_g, queries, vb_q, Q, D, EVEN_Q)
-    own = (queries // S)[:, None] == (queries // S)[None, :]
+    hidden = _foreign(queries, queries, S, CAUSAL)
     dk = tl.zeros([QUERIES, D], tl.float32)
     dv = tl.zeros([QUERIES, D], tl.float32)
     for i in range(GROUP):
@@ -153,7 +174,7 @@ def own_block_kernel(
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(delta_ptr + (b * A + a) * Q + queries, delta, mask=queries < Q)
         lse = tl.load(lse_ptr + (b * A + a) * Q + queries, mask=queries < Q, other=float("inf"))
-        p = tl.exp2(tl.where(own, tl.dot(q, tl.trans(k), input_precision="ieee") * factor - lse[:, None], float("-inf")))
+        p = tl.exp2(tl.where(hidden, float("-inf"), tl.dot(q, tl.trans(k), input_precision="ieee") * factor - lse[:, None]))
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
         ds = (p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
@@ -167,7 +188,7 @@ def own_block_kernel(
 def _keys_walk(
     dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
     N, Q, factor,
-    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, EVEN_Q: tl.constexpr, MASKED: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, EVEN_Q: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for i in range(_walk_length(lo, full_lo, full_hi, hi, MASKED)):
         queries = _walked(i, lo, full_lo, full_hi, MASKED) * QUERIES + tl.arange(0, QUERIES)
@@ -183,6 +204,7 @@ def _keys_walk(
         if MASKED:
             slots = tl.minimum(queries // S, N - 1)
             start, anchor = tl.load(start_ptr + slots), tl.load(anchor_ptr + slots)
+            start = _first_seen(start, anchor, queries, S, WINDOW)
             p = tl.where((keys[:, None] >= start[None, :]) & (keys[:, None] < anchor[None, :]), p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         ds = (p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])).to(q.dtype)
@@ -195,7 +217,7 @@ def keys_kernel(
     q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, start_ptr, anchor_ptr, ranges_ptr,
     q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, do_b, do_a, do_q, dk_b, dk_a, dk_t,
     A, GROUP, N, T, Q, tiles, factor, scale,
-    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [B, T, A, D] of the context, one query head at a time."""
     heads = tl.num_programs(0) // tiles
@@ -214,11 +236,11 @@ def keys_kernel(
     dv = tl.zeros([KEYS, D], tl.float32)
     dk, dv = _keys_walk(
         dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
-        N, Q, factor, S, D, QUERIES, EVEN_Q, False,
+        N, Q, factor, S, D, WINDOW, QUERIES, EVEN_Q, False,
     )  # fmt: skip
     dk, dv = _keys_walk(
         dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
-        N, Q, factor, S, D, QUERIES, EVEN_Q, True,
+        N, Q, factor, S, D, WINDOW, QUERIES, EVEN_Q, True,
     )  # fmt: skip
     _put_rows(dk_ptr + b * dk_b + a * dk_a, keys, dk_t, T, dk * scale, D, EVEN_T)
     _put_rows(dv_ptr + b * dk_b + a * dk_a, keys, dk_t, T, dv, D, EVEN_T)
@@ -246,7 +268,7 @@ def queries_kernel(
     q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, own_ptr, dq_ptr, start_ptr, anchor_ptr, ranges_ptr,
     q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, do_b, do_a, do_q, own_b, own_a, own_q, dq_b, dq_a, dq_q,
     A, GROUP, N, T, Q, tiles, factor, scale,
-    S: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
     """dq: the share of the own block, which is there already, and that of the context."""
     heads = tl.num_programs(0) // tiles
@@ -256,6 +278,7 @@ def queries_kernel(
     queries = tile * QUERIES + tl.arange(0, QUERIES)
     slots = tl.minimum(queries // S, N - 1)
     start, anchor = tl.load(start_ptr + b * N + slots), tl.load(anchor_ptr + b * N + slots)
+    start = _first_seen(start, anchor, queries, S, WINDOW)
     q = _rows(q_ptr + b * q_b + a * q_a, queries, q_q, Q, D, EVEN_Q)
     do = _rows(do_ptr + b * do_b + a * do_a, queries, do_q, Q, D, EVEN_Q)
     lse = tl.load(lse_ptr + (b * A + a) * Q + queries, mask=queries < Q, other=float("inf"))

@@ -21,6 +21,7 @@ class DrafterCache:
         # Zeros, not whatever was there: a weight of zero times not-a-number would still be not-a-number.
         pairs = torch.zeros(config.num_layers, 2, *shape, dtype=dtype, device=device)
         self._buffers = [(pair[0], pair[1]) for pair in pairs]
+        self._windows = [config.window_of(layer) for layer in range(config.num_layers)]
 
     @staticmethod
     def bytes_needed(config: DFlashConfig, rows: int, capacity: int, element: int) -> int:
@@ -31,8 +32,14 @@ class DrafterCache:
         """Put keys and values of T positions of each row, from ``start_R`` on, to their places."""
         store(k_RTGD.transpose(1, 2), v_RTGD.transpose(1, 2), *self._buffers[layer], start_R)
 
-    def attend(self, layer: int, q_RSAD: Tensor, length_R: Tensor) -> Tensor:
-        """[R, S, A, D]: all queries of a row see its first ``length_R`` positions. So they count as so many more heads of one query."""
+    def attend(self, layer: int, q_RSAD: Tensor, anchor_R: Tensor) -> Tensor:
+        """[R, S, A, D] of the block that stands at positions ``anchor_R`` to ``anchor_R`` + S - 1, and has been written there.
+
+        All queries of a row see all before the block's end; so they count as so many more heads of one query. In a layer with a sliding window
+        each sees the positions up to its own alone, as tokens of the target do.
+        """
         R, S, A, D = q_RSAD.shape
+        if window := self._windows[layer]:
+            return attend(q_RSAD.transpose(1, 2), *self._buffers[layer], anchor_R, scale=D**-0.5, window=window)
         q_RX1D = q_RSAD.transpose(1, 2).reshape(R, A * S, 1, D)
-        return attend(q_RX1D, *self._buffers[layer], length_R - 1, scale=D**-0.5).view(R, A, S, D).transpose(1, 2)
+        return attend(q_RX1D, *self._buffers[layer], anchor_R + S - 1, scale=D**-0.5).view(R, A, S, D).transpose(1, 2)

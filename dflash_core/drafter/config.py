@@ -47,6 +47,8 @@ class DFlashConfig:
     block_size:        S: one anchor and S - 1 drafted tokens
     mask_token_id:     stands for "to be drafted"
     rope_parameters:   flat: rope_type, rope_theta and whatever that type needs
+    sliding_window:    positions that a query of a sliding layer sees, its own included; 0 where there is no such layer
+    sliding_layers:    0-based draft layers with that window, ascending; all others have full attention
     spec_name:         the variant, a key of ``SPECS``
     """
 
@@ -65,6 +67,8 @@ class DFlashConfig:
     max_position_embeddings: int
     block_size: int
     mask_token_id: int
+    sliding_window: int = 0
+    sliding_layers: tuple[int, ...] = ()
     spec_name: str = "dflash"
 
     @property
@@ -76,6 +80,10 @@ class DFlashConfig:
     def feature_size(self) -> int:
         """F = K * H, width of the tapped features of one token."""
         return len(self.tap_layers) * self.hidden_size
+
+    def window_of(self, layer: int) -> int:
+        """Sliding window of a draft layer; 0 for full attention."""
+        return self.sliding_window if layer in self.sliding_layers else 0
 
     @classmethod
     def from_target(cls, info: TargetInfo, drafter: DrafterConfig) -> DFlashConfig:
@@ -105,6 +113,8 @@ class DFlashConfig:
             max_position_embeddings=info.max_position_embeddings,
             block_size=drafter.block_size,
             mask_token_id=drafter.mask_token_id,
+            sliding_window=drafter.sliding_window or 0,
+            sliding_layers=drafter.sliding_layers,
             spec_name=drafter.spec,
         )
 

@@ -1,26 +1,35 @@
 """Who sees whom, written once: the dense mask, flex_attention's block mask and the intervals of our own kernels (``attention``) come from it.
 
-    B rows   T row length   N anchor slots   S block size   Q = N * S draft positions   X = T + Q keys: [context, blocks]
+    B rows   T row length   N anchor slots   S block size   Q = N * S draft positions   X = T + Q keys: [context, blocks]   W window
 
 A draft position sees the context of its own document strictly before its anchor, and its own block both ways. Nothing else. Documents are
 contiguous runs of a row, so "before the anchor, of its document" is the interval [start of the document, anchor). An empty slot (anchor -1) sees
 only its own block, which keeps its softmax finite, and nothing sees it.
+
+In a layer with a sliding window, the position p = anchor + k of slot k sees the W positions that end with its own, p - W + 1 .. p, as far as the
+above lets it: context from anchor + k - W + 1 on, and of its own block the slots up to its own. That is what servers run in a drafter's layers of
+type ``sliding_attention`` (``serving``). W is at least S, so that the window never cuts a block.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dflash_core.drafter.config import DFlashConfig
+
 TILE = 128
 """Side of a square tile of the attention grid; flex_attention's own default."""
 
+M = TypeVar("M")
 
-def visible(query: Tensor, key: Tensor, start: Tensor, anchor: Tensor, context_length: int, block_size: int) -> Tensor:
-    """The rule. All arguments broadcast against each other.
+
+def visible(query: Tensor, key: Tensor, start: Tensor, anchor: Tensor, context_length: int, block_size: int, window: int = 0) -> Tensor:
+    """The rule. All tensors broadcast against each other.
 
     Args:
         query:          index of the draft position, 0..Q-1
@@ -28,10 +37,18 @@ def visible(query: Tensor, key: Tensor, start: Tensor, anchor: Tensor, context_l
         start, anchor:  context interval of the query's block, as ``context_intervals`` gives it
         context_length: T
         block_size:     S
+        window:         W, 0 where all of the context is seen
     """
-    context = (key >= start) & (key < anchor)
     own_block = (key >= context_length) & ((key - context_length) // block_size == query // block_size)
-    return context | own_block
+    if window:
+        start = first_seen(start, anchor, query % block_size, window)
+        own_block = own_block & (key - context_length <= query)
+    return ((key >= start) & (key < anchor)) | own_block
+
+
+def first_seen(start: Tensor, anchor: Tensor, slot: Tensor | int, window: int) -> Tensor:
+    """Where the context that slot ``slot`` of a block sees begins, for blocks whose context begins at ``start``."""
+    return torch.maximum(start, anchor + slot - (window - 1)) if window else start
 
 
 def context_intervals(anchors_BN: Tensor, document_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,26 +62,41 @@ def context_intervals(anchors_BN: Tensor, document_ids_BT: Tensor) -> tuple[Tens
     return starts_BN.to(anchors_BN.dtype), anchors_BN
 
 
-def dflash_dense_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int) -> Tensor:
+def dflash_dense_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, window: int = 0) -> Tensor:
     """[B, 1, Q, T + Q] bool, True where visible.
 
     Args:
         anchors_BN:      [B, N] int64 row indices, -1 for an empty slot
         document_ids_BT: [B, T] int, equal within a document, -1 for padding
+        window:          W of a sliding layer, 0 for full attention
     """
     T = document_ids_BT.shape[1]
     Q = anchors_BN.shape[1] * block_size
     start, anchor = (x.repeat_interleave(block_size, dim=1)[:, None, :, None] for x in context_intervals(anchors_BN, document_ids_BT))
     query = torch.arange(Q, device=anchors_BN.device)[:, None]
     key = torch.arange(T + Q, device=anchors_BN.device)
-    return visible(query, key, start, anchor, T, block_size)
+    return visible(query, key, start, anchor, T, block_size, window)
+
+
+class LayerMasks(NamedTuple, Generic[M]):
+    """The masks of a drafter that has layers with a sliding window; ``full`` is None where all have one."""
+
+    full: M | None
+    sliding: M
+
+
+def layer_masks(build: Callable[[int], M], config: DFlashConfig) -> M | LayerMasks[M]:
+    """What the layers of a drafter want: one mask, or ``LayerMasks``. ``build`` makes the mask of a window, 0 for full attention."""
+    if not config.sliding_layers:
+        return build(0)
+    return LayerMasks(build(0) if len(config.sliding_layers) < config.num_layers else None, build(config.sliding_window))
 
 
 class BlockMaskTensors(NamedTuple):
     """Everything a block mask is made of: what ``block_mask_tensors`` computes, inside torch.compile or not, and ``as_block_mask`` puts together.
 
-    start, anchor: [B, N] context interval of each block; the rest are flex_attention's lists of partly and entirely visible tiles, by query
-    tile (kv) and by key tile (q).
+    start, anchor: [B, N] context interval of each block, before its window; the rest are flex_attention's lists of partly and entirely visible
+    tiles, by query tile (kv) and by key tile (q), and the window.
     """
 
     start: Tensor
@@ -77,35 +109,40 @@ class BlockMaskTensors(NamedTuple):
     q_indices: Tensor
     full_q_num_blocks: Tensor
     full_q_indices: Tensor
+    window: int
 
 
-def block_mask_tensors(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1) -> BlockMaskTensors:
+def block_mask_tensors(
+    anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1, window: int = 0
+) -> BlockMaskTensors:
     """The tensors of ``dflash_block_mask``, arguments as there; the lists ``copies`` times over, one copy after the other.
 
     Copies of one row serve as many rows of queries over the same keys, which is how the model lays grouped heads out.
     """
     start_BN, anchor_BN = context_intervals(anchors_BN, document_ids_BT)
-    partial, full = _tiles(start_BN.int(), anchor_BN.int(), document_ids_BT.shape[1], block_size, tile)
+    partial, full = _tiles(start_BN.int(), anchor_BN.int(), document_ids_BT.shape[1], block_size, tile, window)
     lists = (*_lists(partial), *_lists(full), *_lists(partial.transpose(-2, -1)), *_lists(full.transpose(-2, -1)))
-    return BlockMaskTensors(start_BN, anchor_BN, *(x.repeat(copies, 1, *[1] * (x.dim() - 2)) if copies > 1 else x for x in lists))
+    return BlockMaskTensors(start_BN, anchor_BN, *(x.repeat(copies, 1, *[1] * (x.dim() - 2)) if copies > 1 else x for x in lists), window)
 
 
 def as_block_mask(tensors: BlockMaskTensors, context_length: int, block_size: int, tile: int = TILE) -> BlockMask:
     """flex_attention's object around the tensors. It launches nothing."""
     B, N = tensors.anchor.shape
     Q = N * block_size
-    start_BN, anchor_BN, *_ = tensors
-    lists = {name: value for name, value in tensors._asdict().items() if name not in ("start", "anchor")}
+    start_BN, anchor_BN, *_, window = tensors
+    lists = {name: value for name, value in tensors._asdict().items() if name not in ("start", "anchor", "window")}
 
     def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         slot = query // block_size
         row = b % B  # copies of the lists share one row of intervals
-        return visible(query, key, start_BN[row, slot], anchor_BN[row, slot], context_length, block_size)
+        return visible(query, key, start_BN[row, slot], anchor_BN[row, slot], context_length, block_size, window)
 
     return BlockMask(seq_lengths=(Q, context_length + Q), BLOCK_SIZE=(tile, tile), mask_mod=mask_mod, **lists)
 
 
-def dflash_block_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1) -> BlockMask:
+def dflash_block_mask(
+    anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1, window: int = 0
+) -> BlockMask:
     """flex_attention's mask of the same rule, equal to what ``create_block_mask`` finds by evaluating all Q * (T + Q) pairs.
 
     Made from the context intervals alone: a tile of queries covers a few blocks, and whether their intervals miss, touch or fill a tile of keys
@@ -118,14 +155,16 @@ def dflash_block_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: i
         block_size:      S
         tile:            side of a tile
         copies:          as in ``block_mask_tensors``
+        window:          W of a sliding layer, 0 for full attention
 
     Returns:
         A BlockMask over [B * copies, 1, Q, T + Q], with the transposed lists that the backward pass walks.
     """
-    return as_block_mask(block_mask_tensors(anchors_BN, document_ids_BT, block_size, tile, copies), document_ids_BT.shape[1], block_size, tile)
+    tensors = block_mask_tensors(anchors_BN, document_ids_BT, block_size, tile, copies, window)
+    return as_block_mask(tensors, document_ids_BT.shape[1], block_size, tile)
 
 
-def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, tile: int) -> tuple[Tensor, Tensor]:
+def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, tile: int, window: int) -> tuple[Tensor, Tensor]:
     """Which tiles are visible in part and which entirely: two of [B, 1, query tiles, key tiles] bool.
 
     A tile of keys holds context [c0, c1) and draft keys [k0, k1); either may be empty, and with T no multiple of the tile one tile holds both.
@@ -142,14 +181,20 @@ def _tiles(start_BN: Tensor, anchor_BN: Tensor, T: int, S: int, tile: int) -> tu
     slot = torch.minimum(first + torch.arange((tile - 1) // S + 2, device=device), last)
     start, anchor = start_BN[:, slot, None], anchor_BN[:, slot, None]  # [B, query tiles, slots, 1]
     c0, c1 = x0, x1.clamp(max=T)
-    touched = (torch.maximum(start, c0) < torch.minimum(anchor, c1)).any(dim=2)
-    filled = (((start <= c0) & (anchor >= c1)) | (c0 >= c1)).all(dim=2)
+    farthest, nearest = start, start  # where the context begins that any, and that all, of a block's queries in the tile see
+    if window:
+        low, high = (q0 - slot * S).clamp(min=0), (q1 - 1 - slot * S).clamp(max=S - 1)  # the tile's first and last query of the block
+        farthest, nearest = (first_seen(start, anchor, k[..., None].int(), window) for k in (low, high))
+    touched = (torch.maximum(farthest, c0) < torch.minimum(anchor, c1)).any(dim=2)
+    filled = (((nearest <= c0) & (anchor >= c1)) | (c0 >= c1)).all(dim=2)
 
     k0, k1 = (x0 - T).clamp(min=0), x1 - T
     key_first, key_last = k0 // S, (k1 - 1) // S
     no_draft_keys = k1 <= 0
     own_touched = ~no_draft_keys & (first <= key_last) & (key_first <= last)
     own_filled = no_draft_keys | ((first == last) & (key_first == first) & (key_last == first))
+    if window:
+        own_touched, own_filled = own_touched & (k0 < q1), no_draft_keys | (own_filled & (k1 - 1 <= q0))
 
     whole = (q1 - q0 == tile) & (x1 - x0 == tile)  # tiles over the edge are never called full
     full = filled & own_filled & whole

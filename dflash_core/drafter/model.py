@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from dflash_core.drafter.attention import IntervalMask, block_attention
 from dflash_core.drafter.cache import DrafterCache
 from dflash_core.drafter.config import DFlashConfig
+from dflash_core.drafter.masks import LayerMasks
 from dflash_core.drafter.rope import rope_frequencies
 from dflash_core.fp8 import fp8_linears
 
@@ -33,6 +34,7 @@ DENSE_GROUP = 128  # draft positions that share one call of dense attention; mea
 KeysValues = tuple[Tensor, Tensor]
 Rotation = tuple[Tensor, Tensor]
 Mask = Tensor | BlockMask | IntervalMask
+Masks = Mask | LayerMasks[Mask]
 
 
 class RMSNorm(nn.Module):
@@ -225,7 +227,7 @@ class DFlashDrafter(nn.Module):
         block_embeddings_BQH: Tensor,
         context_positions_BT: Tensor,
         block_positions_BQ: Tensor,
-        mask: Mask,
+        mask: Masks,
     ) -> Tensor:
         """Hidden states of all blocks of each row, ready for the target's head.
 
@@ -234,7 +236,8 @@ class DFlashDrafter(nn.Module):
             block_embeddings_BQH: [B, Q, H] the target's embeddings of the block tokens
             context_positions_BT: [B, T] int64 absolute positions
             block_positions_BQ:   [B, Q] int64 absolute positions
-            mask:                 ``dflash_dense_mask`` (CPU), ``dflash_block_mask`` (inside torch.compile, on CUDA) or ``interval_mask`` (CUDA)
+            mask:                 ``dflash_dense_mask`` (CPU), ``dflash_block_mask`` (inside torch.compile, on CUDA) or ``interval_mask`` (CUDA),
+                                  as ``layer_masks`` arranges them for layers with a sliding window
 
         Returns:
             [B, Q, H] in the dtype of the weights, after the final norm.
@@ -243,10 +246,10 @@ class DFlashDrafter(nn.Module):
         context_rotation, block_rotation = self.rotation(context_positions_BT, dtype), self.rotation(block_positions_BQ, dtype)
         context_BTH = self.context(features_BTF)
         x_BQH = block_embeddings_BQH.to(dtype)
-        for layer in self._draft_layers():
+        for i, layer in enumerate(self._draft_layers()):
             q, block = layer.queries_keys_values(x_BQH, block_rotation)
             context = layer.self_attn.keys_values(context_BTH, context_rotation)
-            x_BQH = layer.finish(x_BQH, layer.self_attn.attend(q, context, block, mask))
+            x_BQH = layer.finish(x_BQH, layer.self_attn.attend(q, context, block, self._mask_of(i, mask)))
         return self.norm(x_BQH)
 
     def forward_training(
@@ -256,7 +259,7 @@ class DFlashDrafter(nn.Module):
         mask_embedding_H: Tensor,
         context_rotation: Rotation,
         block_rotation: Rotation,
-        mask: Mask,
+        mask: Masks,
     ) -> Tensor:
         """``forward`` of what training needs: hidden states [B, N, P, H] of the P slots of each block that predict a token.
 
@@ -282,7 +285,7 @@ class DFlashDrafter(nn.Module):
                     q, block = layer.first_queries_keys_values(anchor_embeddings_BNH.to(dtype), mask_H, block_rotation, S)
                 else:
                     q, block = layer.queries_keys_values(x_BQH, block_rotation)
-                attended = attention.attend(q, attention.keys_values(context_BTH, context_rotation), block, mask)
+                attended = attention.attend(q, attention.keys_values(context_BTH, context_rotation), block, self._mask_of(i, mask))
                 if i == len(layers) - 1:
                     x_BQH, attended = (self._predicting(x) for x in (x_BQH, attended))
                 return layer.finish(x_BQH, attended)
@@ -292,6 +295,15 @@ class DFlashDrafter(nn.Module):
             else:
                 x_BQH = through(x_BQH, context_BTH)
         return self.norm(x_BQH).unflatten(1, (anchors_BN1H.shape[1], -1))
+
+    def _mask_of(self, layer: int, masks: Masks) -> Mask:
+        if not self.config.sliding_layers:
+            assert not isinstance(masks, LayerMasks), "no layer has a sliding window"
+            return masks
+        assert isinstance(masks, LayerMasks), "layer_masks makes the masks of a drafter that has sliding windows"
+        mask = masks.sliding if self.config.window_of(layer) else masks.full
+        assert mask is not None
+        return mask
 
     def _predicting(self, x_BQX: Tensor) -> Tensor:
         """[B, N * P, ...]: of each block the slots that predict a token."""
@@ -333,7 +345,7 @@ class DFlashDrafter(nn.Module):
         for i, layer in enumerate(self._draft_layers()):
             q, block = layer.queries_keys_values(x_RSH, rotation)
             cache.write(i, *block, anchor_R)
-            x_RSH = layer.finish(x_RSH, cache.attend(i, q, anchor_R + S))
+            x_RSH = layer.finish(x_RSH, cache.attend(i, q, anchor_R))
         return self.norm(x_RSH)
 
     def _draft_layers(self) -> Iterable[DraftLayer]:

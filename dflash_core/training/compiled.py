@@ -15,6 +15,7 @@ from dflash_core.drafter import (
     BlockMaskTensors,
     DFlashDrafter,
     IntervalMask,
+    LayerMasks,
     block_labels,
     block_mask_tensors,
     block_positions,
@@ -22,8 +23,11 @@ from dflash_core.drafter import (
     dflash_dense_mask,
     flex_copies,
     interval_mask,
+    layer_masks,
 )
-from dflash_core.drafter.model import Mask, Rotation
+from dflash_core.drafter.model import Masks, Rotation
+
+PreparedMask = Tensor | BlockMaskTensors | IntervalMask
 
 
 class Prepared(NamedTuple):
@@ -37,7 +41,7 @@ class Prepared(NamedTuple):
     mask_id: Tensor
     context_rotation: Rotation
     block_rotation: Rotation
-    mask: Tensor | BlockMaskTensors | IntervalMask
+    mask: PreparedMask | LayerMasks[PreparedMask]
 
 
 def prepare(
@@ -47,25 +51,26 @@ def prepare(
     config = drafter.config
     S, dtype = config.block_size, drafter.fc.weight.dtype
     positions_BQ = block_positions(positions_BT, anchors_BN, S).flatten(1)
-    mask: Tensor | BlockMaskTensors | IntervalMask
-    if attention == "fused":
-        mask = interval_mask(anchors_BN, document_ids_BT, S)
-    elif attention == "flex":
-        mask = block_mask_tensors(anchors_BN, document_ids_BT, S, copies=flex_copies(config, len(anchors_BN)))
-    else:
-        mask = dflash_dense_mask(anchors_BN, document_ids_BT, S)
+
+    def mask(window: int) -> PreparedMask:
+        if attention == "fused":
+            return interval_mask(anchors_BN, document_ids_BT, S, window=window)
+        if attention == "flex":
+            return block_mask_tensors(anchors_BN, document_ids_BT, S, copies=flex_copies(config, len(anchors_BN)), window=window)
+        return dflash_dense_mask(anchors_BN, document_ids_BT, S, window)
+
     return Prepared(
         block_labels(tokens_BT, loss_mask_BT, document_ids_BT, anchors_BN, S, config.spec),
         block_tokens(tokens_BT, anchors_BN, config)[..., 0],
         tokens_BT.new_full((), config.mask_token_id),
         drafter.rotation(positions_BT, dtype),
         drafter.rotation(positions_BQ, dtype),
-        mask,
+        layer_masks(mask, config),
     )
 
 
 def draft(
-    drafter: DFlashDrafter, features_BTF: Tensor, anchors_BNH: Tensor, mask_H: Tensor, context: Rotation, block: Rotation, mask: Mask
+    drafter: DFlashDrafter, features_BTF: Tensor, anchors_BNH: Tensor, mask_H: Tensor, context: Rotation, block: Rotation, mask: Masks
 ) -> Tensor:  # fmt: skip
     """The drafter, from features to hidden states. The loss stays outside of what is compiled; it brings kernels of its own."""
     return drafter.forward_training(features_BTF, anchors_BNH, mask_H, context, block, mask)

@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, as_block_mask, attention_kind, teacher_states
+from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, LayerMasks, as_block_mask, attention_kind, teacher_states
+from dflash_core.drafter.model import Mask, Masks
 from dflash_core.feed import Batch, Row, collate
 from dflash_core.fp8 import Fp8Head
 from dflash_core.objective import TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights
-from dflash_core.training.compiled import Prepared, draft, prepare
+from dflash_core.training.compiled import Prepared, PreparedMask, draft, prepare
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
 from dflash_core.training.graphs import StepGraphs
@@ -229,8 +230,8 @@ class Replica:
         with torch.no_grad():
             prepared = self._prepare(self.drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, self._attention)
             anchors_BNH, mask_H = self._vocabulary.embed(prepared.anchor_ids), self._vocabulary.embed(prepared.mask_id)
-        labels_BNS, mask = prepared.labels, prepared.mask
-        seen = as_block_mask(mask, batch.tokens.shape[1], S) if isinstance(mask, BlockMaskTensors) else mask
+        labels_BNS = prepared.labels
+        seen = _seen(prepared.mask, batch.tokens.shape[1], S)
         rotations = prepared.context_rotation, prepared.block_rotation
         hidden_MH = self._draft(self.drafter, batch.features, anchors_BNH, mask_H, *rotations, seen).flatten(0, 2)
         if self._vocabulary.logit_scale != 1.0:
@@ -339,6 +340,19 @@ class Replica:
         self.totals_later()()
         self.checksums()
         self.begin_step()
+
+
+def _seen(mask: PreparedMask | LayerMasks[PreparedMask], T: int, S: int) -> Masks:
+    """The masks as the drafter takes them."""
+    if isinstance(mask, LayerMasks):
+        full, sliding = (part if part is None else _of_one_kind(part, T, S) for part in mask)
+        assert sliding is not None
+        return LayerMasks(full, sliding)
+    return _of_one_kind(mask, T, S)
+
+
+def _of_one_kind(mask: PreparedMask, T: int, S: int) -> Mask:
+    return as_block_mask(mask, T, S) if isinstance(mask, BlockMaskTensors) else mask
 
 
 def compute_dtype(precision: str) -> torch.dtype:

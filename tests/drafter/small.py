@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, block_positions, block_tokens, dflash_dense_mask
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, block_positions, block_tokens, dflash_dense_mask, layer_masks
 from dflash_core.target.info import TargetInfo
 
 VOCABULARY = 64
+WINDOWED = {"sliding_window": 6, "sliding_layers": (0,)}
+"""A change of ``drafter_config``: the first of its layers sees six positions, in the middle of most documents."""
 
 
 def target_info(**changes: Any) -> TargetInfo:
@@ -92,5 +94,5 @@ class Row:
         S = self.config.block_size
         ids = block_tokens(self.tokens, self.anchors, self.config).flatten(1)
         positions = block_positions(self.positions, self.anchors, S).flatten(1)
-        mask = dflash_dense_mask(self.anchors, self.document_ids, S)
+        mask = layer_masks(lambda window: dflash_dense_mask(self.anchors, self.document_ids, S, window), self.config)
         return drafter(self.features, self.table[ids], self.positions, positions, mask).view(-1, S, self.config.hidden_size)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.drafter import block_tokens
-from tests.drafter.small import VOCABULARY, Row, drafter_config, random_layout, small_drafter
+from tests.drafter.small import VOCABULARY, WINDOWED, Row, drafter_config, random_layout, small_drafter
 
 EXACT = {"rtol": 0.0, "atol": 1e-5}
 seeds = st.integers(0, 10_000)
+windows = st.sampled_from([{}, WINDOWED, {"sliding_window": 4, "sliding_layers": (0, 1)}])
 
 
 @settings(max_examples=25, deadline=None)
-@given(seeds)
-def test_nothing_at_or_after_the_anchor_but_the_anchor_token_reaches_a_block(seed: int) -> None:
-    drafter, config = small_drafter(), drafter_config()
+@given(seeds, windows)
+def test_nothing_at_or_after_the_anchor_but_the_anchor_token_reaches_a_block(seed: int, window: dict[str, Any]) -> None:
+    drafter, config = small_drafter(**window), drafter_config(**window)
     documents, anchors = random_layout(seed, T=40, N=5)
     row = Row(config, documents, anchors, seed)
     before = row.hidden(drafter)
@@ -46,6 +49,23 @@ def test_a_block_depends_on_every_feature_of_its_document_before_the_anchor_and_
 
 
 @settings(max_examples=25, deadline=None)
+@given(seeds, st.sampled_from([4, 5, 9]))
+def test_where_all_layers_slide_a_slot_depends_on_the_window_that_ends_with_itself(seed: int, window: int) -> None:
+    changes = {"num_layers": 1, "sliding_window": window, "sliding_layers": (0,)}
+    drafter, config = small_drafter(**changes), drafter_config(**changes)
+    documents, anchors = random_layout(seed, T=24, N=3)
+    row = Row(config, documents, anchors, seed)
+    row.features.requires_grad_(True)
+    hidden = row.hidden(drafter)
+    for n, anchor in enumerate(anchors.tolist()):
+        for slot in range(config.block_size):
+            (gradient,) = torch.autograd.grad(hidden[n, slot].pow(2).sum(), row.features, retain_graph=True)
+            reached = gradient[0].abs().sum(-1) > 0
+            seen = (torch.arange(24) < anchor) & (torch.arange(24) > anchor + slot - window) & (documents == documents[max(anchor, 0)])
+            assert torch.equal(reached, seen)
+
+
+@settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_a_block_is_unmoved_by_what_other_blocks_hold(seed: int) -> None:
     drafter, config = small_drafter(), drafter_config()
@@ -56,9 +76,9 @@ def test_a_block_is_unmoved_by_what_other_blocks_hold(seed: int) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seeds, st.integers(1, 3))
-def test_a_training_block_equals_the_cached_drafting_of_one_block(seed: int, pieces: int) -> None:
-    drafter, config = small_drafter(), drafter_config()
+@given(seeds, st.integers(1, 3), windows)
+def test_a_training_block_equals_the_cached_drafting_of_one_block(seed: int, pieces: int, window: dict[str, Any]) -> None:
+    drafter, config = small_drafter(**window), drafter_config(**window)
     documents, anchors = random_layout(seed, T=40, N=5)
     row = Row(config, documents, anchors, seed)
     hidden = row.hidden(drafter)
@@ -95,9 +115,9 @@ def test_hidden_states_follow_their_anchor_under_any_order_of_anchors(seed: int)
 
 
 @settings(max_examples=15, deadline=None)
-@given(seeds, st.integers(1, 30), st.integers(1, 4))
-def test_padding_and_empty_slots_change_no_block(seed: int, padding: int, empty: int) -> None:
-    drafter, config = small_drafter(), drafter_config()
+@given(seeds, st.integers(1, 30), st.integers(1, 4), windows)
+def test_padding_and_empty_slots_change_no_block(seed: int, padding: int, empty: int, window: dict[str, Any]) -> None:
+    drafter, config = small_drafter(**window), drafter_config(**window)
     documents, anchors = random_layout(seed, T=30, N=4)
     row = Row(config, documents, anchors, seed)
     padded = Row(config, torch.cat([documents, documents.new_full((padding,), -1)]), torch.cat([anchors, anchors.new_full((empty,), -1)]), seed)

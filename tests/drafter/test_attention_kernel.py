@@ -24,15 +24,15 @@ def layouts(B: int, T: int, N: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("ascending", [True, False])
-@pytest.mark.parametrize(("T", "S"), [(96, 8), (83, 16), (40, 4)])
-def test_ranges_hold_every_visible_tile_and_call_full_only_what_is(T: int, S: int, ascending: bool) -> None:
+@pytest.mark.parametrize(("T", "S", "window"), [(96, 8, 0), (83, 16, 0), (40, 4, 0), (96, 8, 8), (83, 16, 40), (40, 4, 7)])
+def test_ranges_hold_every_visible_tile_and_call_full_only_what_is(T: int, S: int, window: int, ascending: bool) -> None:
     N = 21
-    for seed in range(30):
+    for seed in range(15):
         anchors, documents = layouts(2, T, N, seed)
         if not ascending:
             anchors = anchors[:, torch.randperm(N, generator=torch.Generator().manual_seed(seed))]
-        mask = interval_mask(anchors, documents, S, SMALL)
-        seen = dflash_dense_mask(anchors, documents, S)[:, 0, :, :T]
+        mask = interval_mask(anchors, documents, S, SMALL, window)
+        seen = dflash_dense_mask(anchors, documents, S, window)[:, 0, :, :T]
         for tiling, ranges, by_key in ((SMALL.forward, mask.forward, False), (SMALL.by_key, mask.by_key, True)):
             padded = functional.pad(seen, (0, -T % tiling.keys, 0, -N * S % tiling.queries))
             tiles = padded.unflatten(1, (-1, tiling.queries)).unflatten(3, (-1, tiling.keys))
@@ -56,15 +56,25 @@ def test_ranges_hold_every_visible_tile_and_call_full_only_what_is(T: int, S: in
 def test_full_tiles_of_one_document_and_sorted_anchors_are_walked_without_a_mask() -> None:
     T, N, S = 128, 32, 4
     anchors = torch.arange(4, 4 + 3 * N, 3)[None]
-    touched, filled = _tiles(torch.zeros_like(anchors).int(), anchors.int(), T, S, 32, 16)
+    touched, filled = _tiles(torch.zeros_like(anchors).int(), anchors.int(), T, S, 32, 16, window=0)
     mask = interval_mask(anchors, torch.zeros(1, T, dtype=torch.int32), S, SMALL)
     lo, full_lo, full_hi, hi = mask.forward.unbind(-1)
     assert torch.equal(full_hi - full_lo, filled.sum(-1).int())
     assert torch.equal(hi - lo, touched.sum(-1).int())
 
 
+def test_a_window_leaves_a_walk_of_its_own_length_in_both_directions() -> None:
+    T, N, S, window = 512, 128, 4, 60
+    anchors = torch.arange(0, 4 * N, 4)[None]
+    mask = interval_mask(anchors, torch.zeros(1, T, dtype=torch.int32), S, SMALL, window)
+    for ranges in (mask.forward, mask.by_key):  # 8 anchors see 88 of 512 keys, in tiles of 16; 32 keys are seen by 23 of 128 anchors, in tiles of 4
+        lo, full_lo, full_hi, hi = ranges.unbind(-1)
+        assert int((hi - lo).max()) <= 7
+        assert int((full_hi - full_lo).max()) >= 1
+
+
 def errors_against_dense(
-    device: str, dtype: torch.dtype, B: int, T: int, N: int, S: int, A: int, G: int, D: int, seed: int, tilings: Tilings
+    device: str, dtype: torch.dtype, B: int, T: int, N: int, S: int, A: int, G: int, D: int, window: int, seed: int, tilings: Tilings
 ) -> dict[str, float]:
     """Largest distance of each result from dense attention in float32, relative to the result's size."""
     anchors, documents = (x.to(device) for x in layouts(B, T, N, seed))
@@ -72,7 +82,7 @@ def errors_against_dense(
     shapes = {"q": (B, N * S, A, D), "kc": (B, T, G, D), "vc": (B, T, G, D), "kb": (B, N * S, G, D), "vb": (B, N * S, G, D)}
     inputs = {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
     dout = torch.randn(shapes["q"], generator=generator).to(device, dtype)
-    mask = interval_mask(anchors, documents, S, tilings)
+    mask = interval_mask(anchors, documents, S, tilings, window)
     out, lse = launch_forward(*inputs.values(), mask, tilings)
     dq, dkc, dvc, dkb, dvb = launch_backward(*inputs.values(), out, lse, dout, mask, tilings)
     group = A // G
@@ -80,7 +90,7 @@ def errors_against_dense(
 
     exact = {name: x.float().requires_grad_() for name, x in inputs.items()}
     k, v = (torch.cat([exact[c], exact[b]], 1).transpose(1, 2) for c, b in (("kc", "kb"), ("vc", "vb")))
-    seen = dflash_dense_mask(anchors, documents, S)
+    seen = dflash_dense_mask(anchors, documents, S, window)
     want_out = functional.scaled_dot_product_attention(exact["q"].transpose(1, 2), k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
     want = dict(zip(exact, torch.autograd.grad(want_out, list(exact.values()), dout.float()), strict=True)) | {"out": want_out.detach()}
     return {name: float((found[name].float() - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-6)) for name in found}
@@ -89,7 +99,7 @@ def errors_against_dense(
 CASES = """
 import torch
 from tests.drafter.test_attention_kernel import SMALL, errors_against_dense
-for case in ((2, 64, 6, 8, 2, 1, 16), (1, 83, 3, 16, 1, 1, 16)):
+for case in ((2, 64, 6, 8, 2, 1, 16, 0), (1, 83, 3, 16, 1, 1, 16, 0), (1, 83, 6, 8, 2, 1, 16, 8), (1, 100, 4, 4, 1, 1, 16, 45)):
     errors = errors_against_dense("cpu", torch.float32, *case, 1, SMALL)
     assert max(errors.values()) < 1e-4, (case, errors)
 """
@@ -103,12 +113,13 @@ def test_in_the_interpreter_values_and_gradients_equal_dense_attention() -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("window", [0, 16, 77, 1024])
 @pytest.mark.parametrize("case", [(2, 640, 96, 16, 8, 2, 128), (1, 2048, 512, 16, 4, 1, 128), (1, 520, 50, 8, 9, 3, 64), (2, 300, 37, 4, 6, 2, 64)])
-def test_on_the_gpu_values_and_gradients_equal_dense_attention(case: tuple[int, ...]) -> None:
+def test_on_the_gpu_values_and_gradients_equal_dense_attention(case: tuple[int, ...], window: int) -> None:
     from dflash_core.drafter.attention import TILINGS
 
     for seed in (0, 1):
-        errors = errors_against_dense("cuda", torch.bfloat16, *case, seed, TILINGS)
+        errors = errors_against_dense("cuda", torch.bfloat16, *case, window, seed, TILINGS)
         assert max(errors.values()) < 2e-2, errors
 
 

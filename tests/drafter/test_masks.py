@@ -15,15 +15,18 @@ from tests.drafter.small import random_layout
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-def spelled_out(anchors: list[int], documents: list[int], S: int) -> Tensor:
-    """[Q, T + Q] by looking at every pair."""
+def spelled_out(anchors: list[int], documents: list[int], S: int, window: int) -> Tensor:
+    """[Q, T + Q] by looking at every pair; with a window, at how far apart their positions are."""
     T, Q = len(documents), len(anchors) * S
     seen = torch.zeros(Q, T + Q, dtype=torch.bool)
     for q in range(Q):
         anchor = anchors[q // S]
         for key in range(T):
-            seen[q, key] = anchor >= 0 and key < anchor and documents[key] == documents[anchor]
-        seen[q, T + q // S * S : T + (q // S + 1) * S] = True
+            distance = anchor + q % S - key
+            seen[q, key] = anchor >= 0 and key < anchor and documents[key] == documents[anchor] and (not window or distance < window)
+        for slot in range(S):
+            distance = q % S - slot
+            seen[q, T + q // S * S + slot] = not window or 0 <= distance < window
     return seen
 
 
@@ -41,21 +44,21 @@ def layouts(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([2, 3, 5]))
-def test_the_dense_mask_shows_the_document_before_the_anchor_and_the_own_block(seed: int, S: int) -> None:
+@given(st.integers(0, 10_000), st.sampled_from([2, 3, 5]), st.sampled_from([0, 5, 9, 30]))
+def test_the_dense_mask_shows_the_document_before_the_anchor_and_the_own_block_as_far_as_the_window_goes(seed: int, S: int, window: int) -> None:
     documents, anchors = random_layout(seed, T=20, N=4)
-    mask = dflash_dense_mask(anchors[None], documents[None], S)
+    mask = dflash_dense_mask(anchors[None], documents[None], S, window)
     assert mask.shape == (1, 1, 4 * S, 20 + 4 * S)
-    assert torch.equal(mask[0, 0], spelled_out(anchors.tolist(), documents.tolist(), S))
+    assert torch.equal(mask[0, 0], spelled_out(anchors.tolist(), documents.tolist(), S, window))
 
 
 @settings(max_examples=120, deadline=None)
-@given(layouts(), st.sampled_from([16, 32, 128]))
-def test_the_block_mask_equals_what_create_block_mask_finds_forward_and_transposed(layout, tile: int) -> None:  # type: ignore[no-untyped-def]
+@given(layouts(), st.sampled_from([16, 32, 128]), st.sampled_from([0, 32, 50, 128, 200]))
+def test_the_block_mask_equals_what_create_block_mask_finds_forward_and_transposed(layout, tile: int, window: int) -> None:  # type: ignore[no-untyped-def]
     documents, anchors, S = layout
     B, Q, X = len(documents), anchors.shape[1] * S, documents.shape[1] + anchors.shape[1] * S
-    dense = dflash_dense_mask(anchors, documents, S)
-    ours = dflash_block_mask(anchors, documents, S, tile)
+    dense = dflash_dense_mask(anchors, documents, S, window)
+    ours = dflash_block_mask(anchors, documents, S, tile, window=window)
     theirs = create_block_mask(lambda b, h, q, k: dense[b, 0, q, k], B, None, Q, X, device="cpu", BLOCK_SIZE=tile)
     assert isinstance(ours, BlockMask)
     assert ours.seq_lengths == theirs.seq_lengths == (Q, X)
@@ -75,6 +78,14 @@ def test_one_document_far_longer_than_a_tile_has_full_tiles_in_both_directions()
     mask = dflash_block_mask(anchors, documents, 8)
     assert int(mask.full_kv_num_blocks.sum()) == int(mask.full_q_num_blocks.sum()) > 20
     assert mask.full_kv_num_blocks[0, 0, -1] == 7  # the last anchors, 948 to 1008, all see the first seven tiles entirely
+
+
+def test_of_a_long_document_a_window_leaves_the_tiles_that_it_reaches() -> None:
+    documents, anchors = torch.zeros(1, 1024, dtype=torch.int32), torch.arange(500, 1012, 4)[None]
+    mask = dflash_block_mask(anchors, documents, 8, window=300)
+    last = mask.kv_num_blocks[0, 0, -1], mask.full_kv_num_blocks[0, 0, -1]
+    assert last == (3, 1)  # of context 649 to 1007: tile 6 wholly, tiles 5 and 7 in part, and the own blocks
+    assert set(mask.kv_indices[0, 0, -1, :3].tolist()) == {5, 7, 8 + 7}
 
 
 def test_sizes_of_the_block_mask_depend_on_shapes_alone() -> None:
