@@ -168,6 +168,17 @@ def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Proble
 
 def advice(config: PipelineConfig) -> list[str]:
     """What is allowed but unwise here, as sentences."""
+    return [*_advice_on_precision(config), *_advice_on_window(config)]
+
+
+def _advice_on_window(config: PipelineConfig) -> list[str]:
+    window, longest = config.drafter.sliding_window, config.data.max_length
+    if window is None or window < longest:
+        return []
+    return [f"drafter.sliding_window = {window}: no sample is longer (data.max_length = {longest}), so training never meets the window's end."]
+
+
+def _advice_on_precision(config: PipelineConfig) -> list[str]:
     on_cpu = [
         path
         for path, device, dtype in (

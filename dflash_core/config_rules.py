@@ -17,6 +17,7 @@ def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     yield from _sizes(config)
     yield from _drawn(config.data)
     yield from _taps(config.drafter)
+    yield from _window(config.drafter)
     yield from _schedule_and_queue(config)
     yield from _devices(config)
     yield from _spread(config)
@@ -79,6 +80,22 @@ def _taps(drafter: DrafterConfig) -> Iterator[Problem]:
         yield Problem("drafter.tap_layers", list(taps), "must be 0-based, ascending and without repetition", "Sort the list and drop repetitions")
     if taps is not None and drafter.num_taps not in (None, len(taps)):
         yield Problem("drafter.num_taps", drafter.num_taps, f"drafter.tap_layers names {len(taps)} layers", "Leave drafter.num_taps out")
+
+
+def _window(drafter: DrafterConfig) -> Iterator[Problem]:
+    window, full = drafter.sliding_window, list(drafter.full_attention_layers)
+    if window is not None and window < drafter.block_size:
+        message = f"smaller than drafter.block_size = {drafter.block_size}: a block would not see itself"
+        yield Problem("drafter.sliding_window", window, message, "Raise it; 2048 and 4096 are usual")
+    if full and window is None:
+        remedy = "Set drafter.sliding_window, or leave the layers out: all have full attention without it"
+        yield Problem("drafter.full_attention_layers", full, "there is no drafter.sliding_window for the other layers", remedy)
+    elif full != sorted(set(full)) or (full and not 0 <= full[0] <= full[-1] < drafter.num_layers):
+        message = f"must be ascending, without repetition, of the layers 0 to {drafter.num_layers - 1}"
+        yield Problem("drafter.full_attention_layers", full, message, "Correct the list")
+    elif len(full) == drafter.num_layers:
+        message = f"no layer is left for drafter.sliding_window = {window}"
+        yield Problem("drafter.full_attention_layers", full, message, "Leave drafter.sliding_window out, or name fewer layers")
 
 
 def _schedule_and_queue(config: PipelineConfig) -> Iterator[Problem]:

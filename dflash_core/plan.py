@@ -273,10 +273,11 @@ class Plan:
         return {"online": {**self._shards_depends_on(), "extraction": extraction}}
 
     def _train_depends_on(self) -> dict[str, Any]:
-        start, during = self.config.drafter.initial_checkpoint, self.config.training.evaluation
+        drafter, during = self.config.drafter, self.config.training.evaluation
+        start = drafter.initial_checkpoint
         depends: dict[str, Any] = {
             **self._features_depend_on(),
-            "drafter": self.config.drafter.model_dump(mode="json"),
+            "drafter": drafter.model_dump(mode="json", exclude=set() if drafter.sliding_window else {"sliding_window", "full_attention_layers"}),
             "start": self._digest_of_input(start / "model.safetensors") if start else None,
             "objective": self.config.objective.model_dump(mode="json"),
             "training": self.config.training.model_dump(mode="json", exclude=OPERATIONAL),

@@ -117,6 +117,11 @@ def test_a_changed_setting_asks_for_what_depends_on_it(config: Path, change: str
     assert all("no result for these settings" in (plan.stage(name).why_not or "") for name in again)
 
 
+def test_runs_of_before_there_were_windows_are_still_found(config: Path) -> None:
+    assert not {"sliding_window", "full_attention_layers"} & plan_of(config)._train_depends_on()["drafter"].keys()
+    assert plan_of(config, "drafter.sliding_window=64").key("train") != plan_of(config).key("train")
+
+
 def test_what_is_about_disks_asks_for_nothing_again_where_targets_feed_the_training(config: Path) -> None:
     online = "training.feed=online"
     changes = ("extraction.store=memory://shards", "extraction.samples_per_shard=9", "extraction.devices=[cpu, cpu]")
@@ -126,7 +131,7 @@ def test_what_is_about_disks_asks_for_nothing_again_where_targets_feed_the_train
 
 @pytest.mark.parametrize(
     ("change", "again"),
-    [("data.heldout_fraction=0.3", AFTER["samples"]), ("drafter.tap_layers=[1, 2]", AFTER["shards"]), ("training.max_steps=8", AFTER["train"])],
+    [("data.heldout_fraction=0.3", AFTER["samples"]), ("drafter.tap_layers=[1, 2]", AFTER["shards"]), ("drafter.sliding_window=8", AFTER["train"])],
 )
 def test_a_run_with_a_changed_setting_does_that_and_going_back_finds_the_old_results(config: Path, change: str, again: list[str]) -> None:
     plan = plan_of(config, change)

@@ -8,7 +8,15 @@ from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, default_tap_layers
 from dflash_core.drafter.export import export_drafter, target_problems, verify_export
 from dflash_core.drafter.foreign import ImportedDrafter, import_drafter
-from dflash_core.drafter.masks import BlockMaskTensors, LayerMasks, as_block_mask, block_mask_tensors, dflash_block_mask, dflash_dense_mask, layer_masks
+from dflash_core.drafter.masks import (
+    BlockMaskTensors,
+    LayerMasks,
+    as_block_mask,
+    block_mask_tensors,
+    dflash_block_mask,
+    dflash_dense_mask,
+    layer_masks,
+)
 from dflash_core.drafter.model import DFlashDrafter, flex_copies
 from dflash_core.drafter.spec import SPECS, DrafterSpec
 from dflash_core.drafter.start import shape_differences, start_from_target

@@ -3,7 +3,8 @@
     B rows   A query heads   G key/value heads   N anchor slots   S block size   T context   Q = N * S draft positions   D head size
 
 The visibility rule is ``masks.visible``; here it is used as what it comes to: of the context a block sees the interval [start, anchor), of the
-draft keys its own S; in a layer with a sliding window each of its queries a shorter one, and the keys up to its own. flex_attention with ``masks.dflash_block_mask`` computes the same, and runs where these kernels do not (``kernels_fit``).
+draft keys its own S; in a layer with a sliding window each of its queries a shorter interval, and the keys up to its own. flex_attention with
+``masks.dflash_block_mask`` computes the same, and runs where these kernels do not (``kernels_fit``).
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ def attention_kind(wanted: str, device: torch.device, precision: str, config: DF
     return "fused" if wanted != "flex" and kernels_fit(config.block_size, config.head_dim, precision) else "flex"
 
 
-def interval_mask(
-    anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tilings: Tilings = TILINGS, window: int = 0
-) -> IntervalMask:
+def interval_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tilings: Tilings = TILINGS, window: int = 0) -> IntervalMask:
     """The mask of ``dflash_dense_mask`` in the form that ``block_attention`` walks. Arguments as there.
 
     A few operations a tile, on the device of the arguments, without host synchronisation; sizes depend on N, S and T alone.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dflash_core.drafter.config import DFlashConfig
+from dflash_core.drafter.serving import fits_speculators
 
 if TYPE_CHECKING:
     from dflash_core.target.info import TargetInfo
@@ -28,6 +29,7 @@ This folder holds no embedding and no head: the target's are used.
 | sha256 of the target's weights and configuration | `{digest}` |
 | sha256 of its tokenizer | `{tokenizer}` |
 | draft layers, block size | {layers}, {block} |
+| attention of the layers | {attention} |
 | parameters | {parameters:,} |
 | mask token | {mask} |
 
@@ -48,7 +50,21 @@ Transformers (runs the `dflash.py` of this folder; read it first):
 drafter = AutoModel.from_pretrained("<this folder>", trust_remote_code=True, dtype="auto")
 tokens = drafter.spec_generate(target, input_ids, max_new_tokens=256, stop_token_ids=[tokenizer.eos_token_id])
 ```
+{exactness}"""
+
+_WINDOWS = """
+## Who computes what was trained
+In a sliding layer a position sees the {window} positions that end with its own, and so of its own block nothing after itself. Exactly that is
+computed by vLLM 0.33 with the command above, SGLang 0.5.23, the `dflash.py` of this folder, and z-lab's `dflash` 0.1.0. Older versions may leave
+windows out, which costs acceptance beyond {window} tokens and in every block, never correctness.
+{speculators}
 """
+_ALIKE = """
+`vllm serve <this folder>` computes it too. speculators 0.9 counts the window from the anchor instead of from each position, so that a position there
+sees up to {block} positions more at the far end."""
+_MIXED = """
+Some layers slide and others do not. vLLM then needs its V2 model runner, which is its default, and refuses to start without.
+`vllm serve <this folder>` and speculators do not know the folder as theirs: so read, vLLM would give both kinds of layers the same causality."""
 
 
 def model_card(config: DFlashConfig, info: TargetInfo, facts: Mapping[str, object]) -> str:
@@ -69,8 +85,24 @@ def model_card(config: DFlashConfig, info: TargetInfo, facts: Mapping[str, objec
         block=config.block_size,
         parameters=config.num_parameters(),
         mask=config.mask_token_id,
+        attention=_attention(config),
+        exactness=_exactness(config),
         facts=rows if facts else "Nothing has been measured yet.",
     )
+
+
+def _attention(config: DFlashConfig) -> str:
+    if not config.sliding_layers:
+        return "full"
+    full = [layer for layer in range(config.num_layers) if layer not in config.sliding_layers]
+    return f"sliding windows of {config.sliding_window} positions" + (f", full in {', '.join(map(str, full))} (from 0)" if full else "")
+
+
+def _exactness(config: DFlashConfig) -> str:
+    if not config.sliding_layers:
+        return ""
+    speculators = _ALIKE.format(block=config.block_size) if fits_speculators(config) else _MIXED
+    return _WINDOWS.format(window=config.sliding_window, speculators=speculators.strip())
 
 
 def _shown(value: object) -> str:

@@ -81,6 +81,11 @@ class DFlashConfig:
         """F = K * H, width of the tapped features of one token."""
         return len(self.tap_layers) * self.hidden_size
 
+    @property
+    def layer_types(self) -> list[str]:
+        """What each draft layer sees, as configurations of Transformers spell it."""
+        return ["sliding_attention" if layer in self.sliding_layers else "full_attention" for layer in range(self.num_layers)]
+
     def window_of(self, layer: int) -> int:
         """Sliding window of a draft layer; 0 for full attention."""
         return self.sliding_window if layer in self.sliding_layers else 0

@@ -22,7 +22,7 @@ from dflash_core.drafter.checkpoint import CONFIG, WEIGHTS, read_serving_config,
 from dflash_core.drafter.config import DFlashConfig, mask_token_problems, tap_problems
 from dflash_core.drafter.model import DFlashDrafter
 from dflash_core.drafter.rope import flat_rope_parameters, rope_frequencies
-from dflash_core.drafter.serving import CAUSAL_KEYS, from_serving, to_serving
+from dflash_core.drafter.serving import CAUSAL_KEYS, SPECULATORS_KEYS, fits_speculators, from_serving, to_serving
 from dflash_core.errors import CheckpointError
 from dflash_core.stages import atomic_write
 
@@ -97,6 +97,10 @@ def _field_problems(fields: Mapping[str, Any], config: DFlashConfig, info: Targe
     for path in CAUSAL_KEYS:
         if path in found:
             yield f"{CONFIG}: {path} = {found[path]!r} must be left out, it overrides the attention of every layer"
+    if not fits_speculators(config):
+        for path in SPECULATORS_KEYS:
+            if path in fields:
+                yield f"{CONFIG}: {path} must be left out: read by it, vLLM gives full and sliding layers the same causality"
 
 
 def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

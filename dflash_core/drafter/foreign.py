@@ -3,8 +3,8 @@
     imported = import_drafter("Qwen3-8B-DFlash", "start", info)   # then drafter.initial_checkpoint: start
 
 The body of a DFlash drafter has the same tensors everywhere. What differs is how the configuration is spelled, from where layers are counted, how
-files are split and prefixed, and which of the target's own tensors are stored beside it. What would be another function (sliding windows,
-biases, further heads) is refused, never left out.
+files are split and prefixed, and which of the target's own tensors are stored beside it. What would be another function (windows that see a block
+both ways, biases, further heads) is refused, never left out.
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ class ImportedDrafter:
 
     def settings(self) -> str:
         """The section of a configuration that goes on training it, as YAML."""
-        config = self.config
+        config, window = self.config, ""
+        if config.sliding_layers:
+            full = [layer for layer in range(config.num_layers) if layer not in config.sliding_layers]
+            window = f"\n  sliding_window: {config.sliding_window}\n  full_attention_layers: {full}"
         return (
             f"drafter:\n  initial_checkpoint: {json.dumps(str(self.folder))}\n"
             f"  num_layers: {config.num_layers}\n  tap_layers: {list(config.tap_layers)}\n"
-            f"  block_size: {config.block_size}\n  mask_token_id: {config.mask_token_id}\n  intermediate_size: {config.intermediate_size}"
+            f"  block_size: {config.block_size}\n  mask_token_id: {config.mask_token_id}\n  intermediate_size: {config.intermediate_size}{window}"
         )
 
 
@@ -140,8 +143,13 @@ def _unsupported(fields: Mapping[str, Any], native: Mapping[str, Any]) -> Iterat
     """What makes the drafter another function than the one that is trained here."""
     own = native.get("dflash_config") or {}
     sliding = [i for i, kind in enumerate(native.get("layer_types") or []) if kind != "full_attention"]
-    if sliding:
-        yield f"{CONFIG}: layer_types: layers {sliding} are not full_attention, which no two runtimes compute alike. Choose another drafter."
+    both_ways = {key: (fields if "." not in key else own).get(key.rpartition(".")[2]) is False for key in CAUSAL_KEYS}
+    both_ways |= {"sliding_window_non_causal": bool(fields.get("sliding_window_non_causal"))}
+    for key in [key for key, found in both_ways.items() if sliding and found]:
+        yield f"{CONFIG}: {key} lets the sliding layers {sliding} see their block both ways, here they see backwards. Choose another drafter."
+    for key in ("use_swa", "swa_window_size"):
+        if own.get(key):
+            yield f"{CONFIG}: dflash_config.{key} = {own[key]!r}: a window that sees its block both ways. Choose another drafter."
     if native.get("hidden_act", "silu") != "silu":
         yield f"{CONFIG}: hidden_act = {native['hidden_act']!r}, expected 'silu'"
     for key in CAUSAL_KEYS:

@@ -95,12 +95,13 @@ def layer_masks(build: Callable[[int], M], config: DFlashConfig) -> M | LayerMas
 class BlockMaskTensors(NamedTuple):
     """Everything a block mask is made of: what ``block_mask_tensors`` computes, inside torch.compile or not, and ``as_block_mask`` puts together.
 
-    start, anchor: [B, N] context interval of each block, before its window; the rest are flex_attention's lists of partly and entirely visible
-    tiles, by query tile (kv) and by key tile (q), and the window.
+    start, anchor: [B, N] context interval of each block, as it is without ``window``; the rest are flex_attention's lists of partly and entirely
+    visible tiles, by query tile (kv) and by key tile (q).
     """
 
     start: Tensor
     anchor: Tensor
+    window: int
     kv_num_blocks: Tensor
     kv_indices: Tensor
     full_kv_num_blocks: Tensor
@@ -109,7 +110,6 @@ class BlockMaskTensors(NamedTuple):
     q_indices: Tensor
     full_q_num_blocks: Tensor
     full_q_indices: Tensor
-    window: int
 
 
 def block_mask_tensors(
@@ -122,14 +122,14 @@ def block_mask_tensors(
     start_BN, anchor_BN = context_intervals(anchors_BN, document_ids_BT)
     partial, full = _tiles(start_BN.int(), anchor_BN.int(), document_ids_BT.shape[1], block_size, tile, window)
     lists = (*_lists(partial), *_lists(full), *_lists(partial.transpose(-2, -1)), *_lists(full.transpose(-2, -1)))
-    return BlockMaskTensors(start_BN, anchor_BN, *(x.repeat(copies, 1, *[1] * (x.dim() - 2)) if copies > 1 else x for x in lists), window)
+    return BlockMaskTensors(start_BN, anchor_BN, window, *(x.repeat(copies, 1, *[1] * (x.dim() - 2)) if copies > 1 else x for x in lists))
 
 
 def as_block_mask(tensors: BlockMaskTensors, context_length: int, block_size: int, tile: int = TILE) -> BlockMask:
     """flex_attention's object around the tensors. It launches nothing."""
     B, N = tensors.anchor.shape
     Q = N * block_size
-    start_BN, anchor_BN, *_, window = tensors
+    start_BN, anchor_BN, window, *_ = tensors
     lists = {name: value for name, value in tensors._asdict().items() if name not in ("start", "anchor", "window")}
 
     def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -140,9 +140,7 @@ def as_block_mask(tensors: BlockMaskTensors, context_length: int, block_size: in
     return BlockMask(seq_lengths=(Q, context_length + Q), BLOCK_SIZE=(tile, tile), mask_mod=mask_mod, **lists)
 
 
-def dflash_block_mask(
-    anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1, window: int = 0
-) -> BlockMask:
+def dflash_block_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, tile: int = TILE, copies: int = 1, window: int = 0) -> BlockMask:
     """flex_attention's mask of the same rule, equal to what ``create_block_mask`` finds by evaluating all Q * (T + Q) pairs.
 
     Made from the context intervals alone: a tile of queries covers a few blocks, and whether their intervals miss, touch or fill a tile of keys

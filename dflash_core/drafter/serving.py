@@ -2,13 +2,18 @@
 
 block_size, dflash_config, layer ids counted from 0   z-lab's native keys (vLLM, SGLang, Transformers)
 speculators_*, layer ids counted from 1               speculators, and ``vllm serve`` with the folder alone
+
+Sliding windows. A layer of type ``sliding_attention`` sees the last ``sliding_window`` positions up to the query's own: of its own block backwards
+only. So it is computed by vLLM 0.33 (``qwen3_dflash``), SGLang 0.5.23 (``dflash_utils``), z-lab's ``dflash`` 0.1.0 and SpecForge 0.2, as long as
+no key says otherwise for all layers at once (``CAUSAL_KEYS``). vLLM makes such a key of ``sliding_window_non_causal`` when it reads a folder by its
+speculators keys: true for a drafter of full layers, false for one of sliding layers, and wrong either way for one that has both. That one has none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -19,6 +24,14 @@ from dflash_core.errors import CheckpointError
 
 CAUSAL_KEYS = ("is_causal", "dflash_config.causal")
 """Keys that must not be there: they override the attention of every layer."""
+
+SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "transformer_layer_config")
+"""Keys by which speculators, and vLLM with the folder alone, know a drafter as theirs."""
+
+
+def fits_speculators(config: DFlashConfig) -> bool:
+    """Whether speculators keys can say what the drafter's layers see: all of them the same."""
+    return len(set(config.layer_types)) == 1
 
 
 def to_serving(config: DFlashConfig, dtype: str, target_architectures: Sequence[str] = ()) -> dict[str, Any]:
@@ -44,15 +57,17 @@ def to_serving(config: DFlashConfig, dtype: str, target_architectures: Sequence[
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": False,
-        "layer_types": [config.spec.layer_type] * config.num_layers,
-        "use_sliding_window": False,
+        "layer_types": config.layer_types,
+        "use_sliding_window": bool(config.sliding_layers),
         "rope_theta": config.rope_parameters["rope_theta"],  # Transformers 4 reads this, Transformers 5 and vLLM the next
         "rope_parameters": dict(config.rope_parameters),
     }
     if config.rope_parameters["rope_type"] != "default":
         shape["rope_scaling"] = dict(config.rope_parameters)  # Transformers 4 again
+    if config.sliding_layers:
+        shape["sliding_window"] = config.sliding_window
     taps = list(config.tap_layers)
-    return {
+    fields = {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         **shape,
@@ -73,8 +88,11 @@ def to_serving(config: DFlashConfig, dtype: str, target_architectures: Sequence[
         "mask_token_id": config.mask_token_id,
         "draft_vocab_size": config.vocab_size,
         "target_hidden_size": config.hidden_size,
-        "sliding_window_non_causal": True,  # else vLLM's speculators parser makes full-attention layers causal
+        "sliding_window_non_causal": not config.sliding_layers,
     }
+    if not fits_speculators(config):
+        fields = {key: value for key, value in fields.items() if key not in SPECULATORS_KEYS} | {"target_name_or_path": config.target_name}
+    return fields
 
 
 _Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
@@ -113,8 +131,12 @@ class _Fields(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     attention_bias: bool | None = None
     sample_from_anchor: bool | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: _Count | None = None
     speculators_model_type: str = "dflash"
     speculators_config: _SpeculatorsFields | None = None
+    target_name_or_path: str | None = None
 
 
 def from_serving(fields: Mapping[str, Any], source: str) -> DFlashConfig:
@@ -139,8 +161,9 @@ def from_serving(fields: Mapping[str, Any], source: str) -> DFlashConfig:
     if read.attention_bias:
         raise CheckpointError(f"{source}: expected attention_bias = false, found true. Drafters with biases are not supported.")
     verifier = read.speculators_config.verifier if read.speculators_config else None
+    window, sliding_layers = _window(read, source)
     return DFlashConfig(
-        target_name=(verifier.name_or_path if verifier else None) or "",
+        target_name=(verifier.name_or_path if verifier else read.target_name_or_path) or "",
         num_target_layers=read.num_target_layers,
         tap_layers=read.dflash_config.target_layer_ids,
         hidden_size=read.hidden_size,
@@ -155,8 +178,25 @@ def from_serving(fields: Mapping[str, Any], source: str) -> DFlashConfig:
         max_position_embeddings=read.max_position_embeddings,
         block_size=read.block_size,
         mask_token_id=read.dflash_config.mask_token_id,
+        sliding_window=window,
+        sliding_layers=sliding_layers,
         spec_name=name,
     )
+
+
+def _window(read: _Fields, source: str) -> tuple[int, tuple[int, ...]]:
+    kinds = read.layer_types or ("full_attention",) * read.num_hidden_layers
+    if len(kinds) != read.num_hidden_layers:
+        message = f"{source}: layer_types = {list(kinds)}: expected one for each of {read.num_hidden_layers} layers"
+        raise CheckpointError(f"{message}. Export the drafter again, or correct the field.")
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    if not layers:
+        return 0, ()
+    if read.sliding_window is None or read.use_sliding_window is False or read.sliding_window < read.block_size:
+        found = f"sliding_window = {read.sliding_window}, use_sliding_window = {read.use_sliding_window}"
+        message = f"{source}: layers {list(layers)} have sliding windows: expected one of at least block_size = {read.block_size}, found {found}"
+        raise CheckpointError(f"{message}. Export the drafter again, or correct the fields.")
+    return read.sliding_window, layers
 
 
 def _rope(read: _Fields, source: str) -> dict[str, Any]:

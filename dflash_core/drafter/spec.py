@@ -17,14 +17,12 @@ class DrafterSpec:
                         True: the anchor slot predicts too, slot k predicts token a+k+1
     extra_tensors:      names of tensors beyond the common body
     weightings:         loss weightings the variant can be trained with
-    layer_type:         what a draft layer may see, as ``layer_types`` of the exported configuration spells it
     """
 
     name: str
     sample_from_anchor: bool
     extra_tensors: tuple[str, ...]
     weightings: tuple[str, ...]
-    layer_type: str
 
     @property
     def first_predicting_slot(self) -> int:
@@ -42,7 +40,6 @@ DFLASH = DrafterSpec(
     sample_from_anchor=False,
     extra_tensors=(),
     weightings=("decay", "dpace", "uniform"),
-    layer_type="full_attention",
 )
 
 SPECS: dict[str, DrafterSpec] = {spec.name: spec for spec in (DFLASH,)}

@@ -22,16 +22,19 @@ from dflash_core.target.info import TargetInfo
 from dflash_core.target.weights import StoredTensor, stored_tensors
 
 _NORMS = ("q_norm", "k_norm")
-_FREE_TO_CHANGE = ("block_size", "target_name")  # between a drafter and the one that begins with its weights
+_FREE_TO_CHANGE = {"block_size", "target_name"}  # between a drafter and the one that begins with its weights
+_WINDOW = {"sliding_window", "sliding_layers"}
 
 
 def shape_differences(found: DFlashConfig, wanted: DFlashConfig) -> list[str]:
     """Why a drafter's weights cannot be the start of another's, one phrase each.
 
-    The block size may change: a drafter of 16 is a good start for one of 8. The name of the target is a matter of spelling.
+    The block size may change: a drafter of 16 is a good start for one of 8. The name of the target is a matter of spelling. A drafter that sees
+    everything may get a window; one that has a window keeps it.
     """
     has, wants = asdict(found), asdict(wanted)
-    return [f"{name} is {has[name]}, here {wants[name]}" for name in wants if has[name] != wants[name] and name not in _FREE_TO_CHANGE]
+    free = _FREE_TO_CHANGE if found.sliding_layers else _FREE_TO_CHANGE | _WINDOW
+    return [f"{name} is {has[name]}, here {wants[name]}" for name in wants if has[name] != wants[name] and name not in free]
 
 
 def start_from_target(config: DFlashConfig, info: TargetInfo, seed: int) -> DFlashDrafter:

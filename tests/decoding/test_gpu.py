@@ -20,7 +20,7 @@ BATCHES = [[[257, 40, 41, 99], [257, 9], [257, *range(30, 120)]], [[257, 8], [25
 
 def answers(folder: Path, device: str, *, graphs: bool, drafts: bool, sampling: Sampling) -> list[Generation]:
     target = TargetModel.from_pretrained(folder, dtype=torch.float32, device=device)
-    config = DrafterConfig(num_layers=2, block_size=8, mask_token_id=259, tap_layers=(0, 2))
+    config = DrafterConfig(num_layers=2, block_size=8, mask_token_id=259, tap_layers=(0, 2), sliding_window=30, full_attention_layers=(1,))
     drafter = DFlashDrafter(DFlashConfig.from_target(target.info, config)).init_weights(0).to(device).eval() if drafts else None
     room = Room(rows=4, longest_prompt=91, max_new_tokens=40, block_size=6)
     verifier = open_verifier(target, room, graphs=graphs)

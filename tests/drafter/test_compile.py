@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from dflash_core.drafter import block_positions, block_tokens, dflash_block_mask, dflash_dense_mask, flex_copies
-from tests.drafter.small import Row, drafter_config, random_layout, small_drafter
+from dflash_core.drafter import block_positions, block_tokens, dflash_block_mask, dflash_dense_mask, flex_copies, layer_masks
+from tests.drafter.small import WINDOWED, Row, drafter_config, random_layout, small_drafter
 
 
-def arguments(seed: int, mask: str) -> tuple[object, ...]:
-    config = drafter_config()
+def arguments(seed: int, mask: str, **changes: Any) -> tuple[object, ...]:
+    config = drafter_config(**changes)
     row = Row(config, *random_layout(seed, T=40, N=6), seed)
     ids = block_tokens(row.tokens, row.anchors, config).flatten(1)
     build = {"dense": dflash_dense_mask, "block": dflash_block_mask, "copied": partial(dflash_block_mask, copies=flex_copies(config, 1))}[mask]
     positions = block_positions(row.positions, row.anchors, config.block_size).flatten(1)
-    return row.features, row.table[ids], row.positions, positions, build(row.anchors, row.document_ids, config.block_size)
+    masks = layer_masks(lambda window: build(row.anchors, row.document_ids, config.block_size, window=window), config)
+    return row.features, row.table[ids], row.positions, positions, masks
 
 
 def graphs() -> int:
@@ -40,14 +42,14 @@ def test_one_whole_graph_serves_every_layout_with_equal_values_and_gradients() -
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("mask", ["block", "copied"])
-def test_a_block_mask_made_outside_the_compiled_drafter_needs_one_graph_too(mask: str) -> None:
-    drafter = small_drafter(num_layers=1)
+@pytest.mark.parametrize(("mask", "changes"), [("block", {"num_layers": 1}), ("copied", {"num_layers": 1}), ("block", WINDOWED)])
+def test_a_block_mask_made_outside_the_compiled_drafter_needs_one_graph_too(mask: str, changes: dict[str, Any]) -> None:
+    drafter = small_drafter(**changes)
     call = torch.compile(drafter, fullgraph=True, dynamic=False, backend="eager")
     torch._dynamo.utils.counters.clear()
     with torch.no_grad():
         for seed in (1, 2):
-            torch.testing.assert_close(call(*arguments(seed, mask)), drafter(*arguments(seed, "dense")), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(call(*arguments(seed, mask, **changes)), drafter(*arguments(seed, "dense", **changes)), rtol=1e-4, atol=1e-4)
     assert graphs() == 1
 
 

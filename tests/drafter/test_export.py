@@ -16,7 +16,7 @@ from dflash_core.config import DrafterConfig
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, default_tap_layers, export_drafter, load_checkpoint, verify_export
 from dflash_core.errors import CheckpointError
 from dflash_core.target.info import TargetInfo
-from tests.drafter.small import small_drafter, target_info
+from tests.drafter.small import WINDOWED, small_drafter, target_info
 from tests.drafter.test_config import LLAMA3, YARN
 
 INFO = target_info()
@@ -77,15 +77,59 @@ def test_an_exported_folder_can_be_trained_on(exported: Path) -> None:
     assert load_checkpoint(exported).config == small_drafter().config
 
 
+ALL_SLIDE = {"sliding_window": 6, "sliding_layers": (0, 1)}
+
+
+def test_a_drafter_whose_layers_all_slide_says_so_in_every_layout(tmp_path: Path) -> None:
+    folder = export_drafter(small_drafter(**ALL_SLIDE), INFO, tmp_path, {})
+    fields = json.loads((folder / "config.json").read_text())
+    for part in (fields, fields["transformer_layer_config"]):
+        assert (part["layer_types"], part["use_sliding_window"], part["sliding_window"]) == (["sliding_attention"] * 2, True, 6)
+    assert fields["sliding_window_non_causal"] is False
+    assert load_checkpoint(folder).config == small_drafter(**ALL_SLIDE).config
+    card = (folder / "README.md").read_text()
+    assert "sliding windows of 6 positions |" in card
+    assert "`vllm serve <this folder>` computes it too" in card
+
+
+def test_a_drafter_with_both_kinds_of_layers_is_not_offered_to_readers_that_would_compute_another(tmp_path: Path) -> None:
+    folder = export_drafter(small_drafter(**WINDOWED), INFO, tmp_path, {})
+    fields = json.loads((folder / "config.json").read_text())
+    assert (fields["layer_types"], fields["sliding_window"]) == (["sliding_attention", "full_attention"], 6)
+    assert not {"speculators_config", "speculators_model_type", "transformer_layer_config"} & fields.keys()
+    assert load_checkpoint(folder).config == small_drafter(**WINDOWED).config
+    card = (folder / "README.md").read_text()
+    assert "sliding windows of 6 positions, full in 1 (from 0) |" in card
+    assert "V2 model runner" in card
+    change_config(folder, lambda c: c.update(speculators_config={"verifier": {"name_or_path": "paper-target"}}))
+    with pytest.raises(CheckpointError, match="speculators_config must be left out"):
+        verify_export(folder, INFO)
+
+
 @pytest.mark.parametrize(
-    ("rope", "dtype"),
-    [(INFO.rope_parameters, torch.float32), (INFO.rope_parameters, torch.bfloat16), (LLAMA3, torch.float32), (YARN, torch.float32)],
-    ids=["default-fp32", "default-bf16", "llama3", "yarn"],
+    "change", [{"sliding_window": None}, {"use_sliding_window": False}, {"sliding_window": 3}, {"layer_types": ["sliding_attention"]}]
 )
-def test_transformers_loads_it_by_its_own_code_and_computes_the_same_hidden_states(tmp_path: Path, rope: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_window_that_is_missing_off_or_smaller_than_a_block_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = export_drafter(small_drafter(**ALL_SLIDE), INFO, tmp_path, {})
+    change_config(folder, lambda c: c.update(change))
+    with pytest.raises(CheckpointError, match=r"layers \[0, 1\] have sliding windows|expected one for each of 2 layers"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("rope", "dtype", "window"),
+    [
+        (INFO.rope_parameters, torch.float32, {}), (INFO.rope_parameters, torch.bfloat16, {}), (LLAMA3, torch.float32, {}), (YARN, torch.float32, {}),
+        (INFO.rope_parameters, torch.float32, {"sliding_window": 7}), (YARN, torch.float32, {"sliding_window": 30, "full_attention_layers": (1,)}),
+    ],
+    ids=["default-fp32", "default-bf16", "llama3", "yarn", "all-slide", "yarn-mixed"],
+)  # fmt: skip
+def test_transformers_loads_it_by_its_own_code_and_computes_the_same_hidden_states(
+    tmp_path: Path, rope: dict[str, Any], dtype: torch.dtype, window: dict[str, Any]
+) -> None:
     info = target_info(rope_parameters=rope, rope_theta=rope["rope_theta"])
     drafter = DFlashDrafter(
-        DFlashConfig.from_target(info, DrafterConfig(num_layers=2, tap_layers=(1, 5), block_size=4, mask_token_id=16))
+        DFlashConfig.from_target(info, DrafterConfig(num_layers=2, tap_layers=(1, 5), block_size=4, mask_token_id=16, **window))
     ).init_weights(3)
     export_drafter(drafter, info, tmp_path, {})
     ours = load_checkpoint(tmp_path, dtype=dtype)
@@ -139,7 +183,11 @@ CONFIG_DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c.update(dtype="float32"), "dtype = 'float32', expected 'bfloat16'"),
     (lambda c: c.pop("auto_map"), "auto_map.AutoModel is missing"),
     (lambda c: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=4), "speculators_config.proposal_methods"),
-    (lambda c: c.update(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    (lambda c: c.update(layer_types=["full_attention", "sliding_attention"]), "layers [1] have sliding windows"),
+    (
+        lambda c: c.update(layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=6),
+        "sliding_window_non_causal = True, expected False",
+    ),
     (lambda c: c.update(sliding_window_non_causal=False), "sliding_window_non_causal = False, expected True"),
     (lambda c: c.update(head_dim=16), "head_dim = 16, but paper-target has 8"),
     (lambda c: c.update(sample_from_anchor=True), "sample_from_anchor = True"),

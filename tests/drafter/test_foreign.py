@@ -112,8 +112,27 @@ def test_without_a_target_a_checkpoint_that_says_how_deep_its_target_is_comes_in
         import_drafter(checkpoint(tmp_path / "speculators", speculators()), tmp_path / "other")
 
 
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 6}
+
+
+@pytest.mark.parametrize("write", [zlab, specforge, speculators])
+def test_sliding_windows_come_in_from_every_layout(tmp_path: Path, write: Callable[[], dict[str, Any]]) -> None:
+    fields = write()
+    fields.get("transformer_layer_config", fields).update(SLIDING)
+    imported = import_drafter(checkpoint(tmp_path / "theirs", fields), tmp_path / "ours", INFO)
+    windowed = replace(CONFIG, sliding_window=6, sliding_layers=(0,))
+    assert load_checkpoint(tmp_path / "ours").config == imported.config == windowed
+    settings = DrafterConfig.model_validate_json(json.dumps(yaml.safe_load(imported.settings())["drafter"]))
+    assert shape_differences(windowed, DFlashConfig.from_target(INFO, settings)) == []
+    assert shape_differences(windowed, CONFIG) == ["sliding_window is 6, here 0", "sliding_layers is (0,), here ()"]
+    assert shape_differences(CONFIG, windowed) == [], "a drafter that sees everything may get a window"
+
+
 REFUSED: list[tuple[str, Change, str]] = [
-    ("sliding", lambda c, t: c.update(layer_types=["full_attention", "sliding_attention"]), "layer_types: layers [1] are not full_attention"),
+    ("no-window", lambda c, t: c.update(SLIDING, sliding_window=None), "layers [0] have sliding windows: expected one of at least block_size = 4"),
+    ("linear", lambda c, t: c.update(layer_types=["full_attention", "linear_attention"]), "layer_types.1 = 'linear_attention'"),
+    ("both-ways", lambda c, t: c.update(SLIDING, is_causal=False), "is_causal lets the sliding layers [0] see their block both ways"),
+    ("swa", lambda c, t: c["dflash_config"].update(use_swa=True, swa_window_size=6), "dflash_config.use_swa = True"),
     ("bias", lambda c, t: c.update(attention_bias=True), "expected attention_bias = false"),
     ("causal", lambda c, t: c.update(is_causal=True), "is_causal is true"),
     ("causal-inside", lambda c, t: c["dflash_config"].update(causal=True), "dflash_config.causal is true"),
@@ -147,11 +166,15 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path, chang
     ("change", "message"),
     [
         (lambda c, t: c.update(sample_from_anchor=True), "'dflash' with sample_from_anchor = True"),
+        (
+            lambda c, t: c.update(sliding_window_non_causal=True, transformer_layer_config={**c["transformer_layer_config"], **SLIDING}),
+            "sliding_window_non_causal lets the sliding layers [0] see their block both ways",
+        ),
         (lambda c, t: c.update(speculators_model_type="eagle3"), "expected a drafter of a variant in dflash, found 'eagle3'"),
         (lambda c, t: c.update(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids = None"),
         (lambda c, t: c.update(aux_hidden_state_layer_ids=[0, 6]), "of which 0 to 6 can be tapped"),
     ],
-    ids=["anchor", "eagle", "no-layers", "embedding-tapped"],
+    ids=["anchor", "both-ways", "eagle", "no-layers", "embedding-tapped"],
 )
 def test_what_speculators_can_be_and_we_cannot_is_named(tmp_path: Path, change: Change, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:

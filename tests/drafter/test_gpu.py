@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_core.drafter import DFlashDrafter, block_positions, dflash_block_mask, dflash_dense_mask, interval_mask
-from tests.drafter.small import drafter_config, positions_of, random_layout
+from dflash_core.drafter import DFlashDrafter, block_positions, dflash_block_mask, dflash_dense_mask, interval_mask, layer_masks
+from tests.drafter.small import drafter_config, positions_of, random_layout, small_drafter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -40,16 +40,17 @@ def error(found: Tensor | None, exact: Tensor | None) -> float:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 100, "sliding_layers": (0,)}], ids=["full", "windows"])
 @pytest.mark.parametrize(
     ("dtype", "build"), [(torch.float32, dflash_block_mask), (torch.bfloat16, dflash_block_mask), (torch.bfloat16, interval_mask)]
 )
 def test_the_compiled_drafter_is_as_exact_as_the_dense_one_in_values_and_gradients(
-    dtype: torch.dtype, build: Callable[..., Any], checkpointing: bool
+    dtype: torch.dtype, build: Callable[..., Any], window: dict[str, Any], checkpointing: bool
 ) -> None:
     torch.set_float32_matmul_precision("highest")
     torch._dynamo.reset()  # another drafter of the same shape would find this one's graph
     S, T, N = 16, 520, 48
-    config = drafter_config(hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=64, block_size=S)
+    config = drafter_config(hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=64, block_size=S, **window)
     compiled, dense, exact = (DFlashDrafter(config).init_weights(0).to("cuda", dtype) for _ in range(3))
     exact.float()
     compiled.activation_checkpointing = checkpointing
@@ -60,12 +61,13 @@ def test_the_compiled_drafter_is_as_exact_as_the_dense_one_in_values_and_gradien
         upstream = embeddings.unflatten(1, (N, S))[:, :, 1:].float()
         hidden = {}
         for drafter, function, mask in (
-            (compiled, call, build(anchors, documents, S)),
-            (dense, dense.forward_training, dflash_dense_mask(anchors, documents, S)),
-            (exact, exact.forward_training, dflash_dense_mask(anchors, documents, S)),
+            (compiled, call, build),
+            (dense, dense.forward_training, dflash_dense_mask),
+            (exact, exact.forward_training, dflash_dense_mask),
         ):
+            masks = layer_masks(lambda window, a=anchors, d=documents, mask=mask: mask(a, d, S, window=window), config)
             rotations = [drafter.rotation(x, drafter.fc.weight.dtype) for x in (positions, slots)]
-            hidden[drafter] = function(features, embeddings[:, ::S], embeddings[0, 1], *rotations, mask)
+            hidden[drafter] = function(features, embeddings[:, ::S], embeddings[0, 1], *rotations, masks)
             drafter.zero_grad()
             (hidden[drafter].float() * upstream).mean().backward()
         assert error(hidden[compiled], hidden[exact]) < 2 * error(hidden[dense], hidden[exact]) + 1e-5
@@ -74,12 +76,27 @@ def test_the_compiled_drafter_is_as_exact_as_the_dense_one_in_values_and_gradien
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_building_the_block_mask_never_waits_for_the_gpu() -> None:
+@pytest.mark.parametrize("window", [0, 300])
+def test_building_the_block_mask_never_waits_for_the_gpu(window: int) -> None:
     documents, anchors = random_layout(1, 2048, 512)
     documents, anchors = documents[None].cuda(), anchors[None].cuda()
-    dflash_block_mask(anchors, documents, 16)
+    dflash_block_mask(anchors, documents, 16, window=window)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        dflash_block_mask(anchors, documents, 16)
+        dflash_block_mask(anchors, documents, 16, window=window)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_drafting_with_windows_on_the_gpu_equals_drafting_on_the_cpu() -> None:
+    torch.set_float32_matmul_precision("highest")
+    drafter = small_drafter(head_dim=16, sliding_window=40, sliding_layers=(0,))
+    generator = torch.Generator().manual_seed(0)
+    features, block = torch.randn(3, 150, 48, generator=generator), torch.randn(3, 4, 24, generator=generator)
+    drafted = []
+    for device in ("cpu", "cuda"):
+        there, anchors = drafter.to(device), torch.tensor([150, 20, 77], device=device)
+        cache = there.new_cache(rows=3, capacity=160)
+        there.read_context(features.to(device), torch.zeros_like(anchors), cache)
+        drafted.append(there.draft(block.to(device), anchors, cache).cpu())
+    torch.testing.assert_close(drafted[1], drafted[0], rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, block_labels, block_positions, block_tokens, dflash_dense_mask
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, block_labels, block_positions, block_tokens, dflash_dense_mask, layer_masks
 from dflash_core.feed import Row, collate
 from dflash_core.objective import slot_weights
 from dflash_core.training.replica import Replica
@@ -49,8 +50,9 @@ def test_loss_and_gradient_do_not_depend_on_how_rows_are_split(data: st.DataObje
     torch.testing.assert_close(gradient_of(groups, weighting), gradient_of([list(range(6))], weighting), rtol=1e-4, atol=1e-6)
 
 
-def test_the_step_is_that_of_plain_autograd_clipping_and_adamw() -> None:
-    made, cfg = replica(max_grad_norm=0.05), config()
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 5, "full_attention_layers": [1]}], ids=["full", "windows"])
+def test_the_step_is_that_of_plain_autograd_clipping_and_adamw(window: dict[str, Any]) -> None:
+    made, cfg = replica(max_grad_norm=0.05, drafter=window), config(drafter=window)
     rows = [SmallRows().row(i) for i in range(2)]
     drafter_config = DFlashConfig.from_target(INFO, cfg.drafter)
     plain = DFlashDrafter(drafter_config).init_weights(0)
@@ -60,7 +62,7 @@ def test_the_step_is_that_of_plain_autograd_clipping_and_adamw() -> None:
         embeddings = vocabulary().embed(block_tokens(row.tokens[None], row.anchors[None], drafter_config)).flatten(1, 2)
         hidden = plain(
             row.features[None], embeddings, row.positions[None], block_positions(row.positions[None], row.anchors[None], 4).flatten(1),
-            dflash_dense_mask(row.anchors[None], row.document_ids[None], 4),
+            layer_masks(lambda window, row=row: dflash_dense_mask(row.anchors[None], row.document_ids[None], 4, window), drafter_config),
         )  # fmt: skip
         nll = torch.nn.functional.cross_entropy(vocabulary().logits(hidden)[0], labels.flatten(), reduction="none", ignore_index=-100)
         weights, denominator = slot_weights(cfg.objective, labels)
