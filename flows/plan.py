@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dflash_core.checks import advice
 from dflash_core.config import load_config
 from dflash_core.errors import TargetError
 from dflash_core.estimate import Estimate, Forecast, estimate
@@ -38,6 +39,8 @@ def show_plan(path: Path, overrides: Sequence[str]) -> None:
     except TargetError:  # not on this machine yet
         forecast = None
     print_plan(plan, stages, forecast)
+    for sentence in advice(plan.config):
+        print(f"Note: {sentence}")
 
 
 def print_plan(plan: Plan, stages: dict[str, StagePlan], forecast: Forecast | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from dflash_core.checks import check_environment, check_schedule, check_target
+from dflash_core.checks import advice, check_environment, check_schedule, check_target
 from dflash_core.config import PipelineConfig, annotated_yaml, load_config
 from dflash_core.errors import ConfigError
 from dflash_core.retrain import load_any_config
@@ -43,6 +43,13 @@ def load_and_check(path: Path) -> PipelineConfig:
 @pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
 def test_valid_config_is_accepted(path: Path) -> None:
     load_and_check(path)
+
+
+def test_a_window_that_no_sample_reaches_is_told() -> None:
+    path = CONFIGS / "valid" / "sliding-window.yaml"
+    assert not [sentence for sentence in advice(load_config(path)) if "window" in sentence]
+    (told,) = (sentence for sentence in advice(load_config(path, ["drafter.sliding_window=3072"])) if "window" in sentence)
+    assert "no sample is longer (data.max_length = 3072)" in told
 
 
 @pytest.mark.parametrize("path", INVALID, ids=lambda path: path.stem)
