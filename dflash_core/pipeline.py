@@ -34,8 +34,9 @@ from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, HeldoutJu
 from dflash_core.feed import LiveSamples, pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardCard, ShardDataset, expected_of, extract
-from dflash_core.shards.extract import counts_of
-from dflash_core.shards.store import holds, pull, push
+from dflash_core.shards.extract import card_of, counts_of, is_to_do, target_threads
+from dflash_core.shards.job import ShardJob
+from dflash_core.shards.store import holds, pull, push, put_beside
 from dflash_core.stages import (
     Manifest,
     MetricSink,
@@ -322,21 +323,48 @@ def _address(plan: Plan, folder: Path) -> str:
 
 
 def _extract(plan: Plan, folder: Path, progress: Progress) -> dict[str, Any]:
-    target, taps = plan.config.target, plan.tap_layers
-    last_hidden = plan.config.extraction.teacher != "none"
-    models = plan.target_models(target.dtype, plan.config.extraction.devices or (target.device,))
-    threads = [model for model in models for _ in model.devices]  # a target spread over devices is a pipeline of batches, one for each
+    target, extraction, taps = plan.config.target, plan.config.extraction, plan.tap_layers
+    samples, shared = SampleTable.open(plan.folder("samples") / "train.parquet"), _address(plan, folder) if extraction.store else None
+    card = card_of(extraction, plan.info, samples, taps, target.dtype, CODE_VERSIONS["shards"])
+    models = plan.target_models(target.dtype, extraction.devices or (target.device,)) if is_to_do(folder, card, shared) else []
+    targets, heads = target_threads(models, extraction, taps)
     return extract(
-        plan.config.extraction,
+        extraction,
         plan.info,
-        [functools.partial(model.packed_hidden_states, tap_layers=taps, last_hidden=last_hidden) for model in threads],
-        SampleTable.open(plan.folder("samples") / "train.parquet"),
+        targets,
+        samples,
         folder,
         tap_layers=taps,
         target_dtype=target.dtype,
         code_version=CODE_VERSIONS["shards"],
-        heads=[model.likeliest for model in threads],
+        heads=heads,
+        shared=shared,
         progress=progress,
+    )
+
+
+def shard_job(plan: Plan) -> ShardJob | None:
+    """What processes elsewhere need to know to help with the stage 'shards'; None where there is nothing to help with.
+
+    Where machines share a store, the samples are put there too.
+
+    Raises:
+        DFlashError: the stage 'samples' has not run, or the store cannot be used.
+    """
+    folder, store, name = plan.folder("shards"), plan.config.extraction.store, plan.folder("samples").name
+    if not plan.extracts or plan.stage("shards").cached or _in_store(plan, folder):
+        return None
+    planned_steps(plan)
+    samples = plan.folder("samples") / "train.parquet"
+    return ShardJob(
+        target=plan.config.target,
+        target_digest=plan.info.digest,
+        extraction=plan.config.extraction,
+        tap_layers=plan.tap_layers,
+        samples=put_beside(samples, f"{store}/{name}.parquet") if store else str(samples.resolve()),
+        folder=folder.resolve(),
+        shared=_address(plan, folder) if store else None,
+        code_version=CODE_VERSIONS["shards"],
     )
 
 

@@ -9,6 +9,7 @@ Shapes: T tokens of all samples of a batch, t tokens of one sample, F = taps · 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +24,14 @@ from dflash_core.config import ExtractionConfig
 from dflash_core.errors import ShardError
 from dflash_core.shards.columns import EXTREMES, Likeliest, check_finite, feature_columns, stored_columns
 from dflash_core.shards.format import INDEX, Column, ShardCard, read_index, shard_name
+from dflash_core.shards.leases import LEASE_S, SharedShards
 from dflash_core.shards.overlap import WRITERS, BusyClock, PassClock, Slot, Slots
 from dflash_core.shards.writer import ShardWriter
 from dflash_core.stages import Progress, file_sha256, no_progress
 
 if TYPE_CHECKING:
     from dflash_core.data import SampleTable
-    from dflash_core.target import TargetInfo
+    from dflash_core.target import TargetInfo, TargetModel
 
 HiddenStates = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Token ids of each sample, int32 [t] on the CPU → features [T, F] of all of them, one after the other, on any device. Where something of the
@@ -49,15 +51,21 @@ def extract(
     target_dtype: str,
     code_version: int,
     heads: Sequence[Likeliest] = (),
+    shared: str | None = None,
+    lease_s: float = LEASE_S,
+    finish: bool = True,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write the hidden states of all samples into ``folder``, or finish what was begun there. Processes that do so at once share the work.
 
     Args:
-        targets: the target, once for each device; each is called by a thread of its own.
+        targets: the target, once for each device; each is called by a thread of its own. None are needed where all shards are there.
         tap_layers: the layers whose outputs they return, in that order.
         target_dtype: precision in which the target runs, for the record.
         heads: of the same targets, where their likeliest tokens are stored.
+        shared: address of a store in which extractors on other machines share the work too; every shard is put there as soon as it is whole.
+        lease_s: seconds without a sign of life after which the work of one of those is taken over.
+        finish: False makes shards and leaves the rest to others; what is ``shared`` is not kept in ``folder``. Counts are of this call alone then.
         progress: its unit tells the speed too, and how much of the time targets wait for the disk.
     Returns:
         counts: samples, tokens, supervised_tokens, shards, bytes, bytes_per_token, digest (sha256 of the index, which holds the
@@ -65,14 +73,38 @@ def extract(
         waited_for_target_s (while no writer had work).
     Raises:
         ShardError: the folder holds shards of another target or other settings; a feature is not finite (its sample is named);
-            the disk is full. Finished shards are kept, and the same call goes on with the others.
+            the disk is full; the store cannot be used. Finished shards are kept, and the same call goes on with the others.
     """
     card = card_of(config, info, samples, tuple(tap_layers), target_dtype, code_version)
-    with ShardWriter(folder, card) as writer:
+    with _open(folder, card, shared, lease_s, keep=finish or shared is None) as writer:
         run = _Extraction(config, card, writer, samples, progress)
         run.work(targets, heads or [None] * len(targets))
-        writer.finalize()
-    return {**counts_of(folder), **run.speed()}
+        if finish:
+            writer.finalize()
+    return {**(counts_of(folder) if finish else {}), **run.speed()}
+
+
+def is_to_do(folder: Path, card: ShardCard, shared: str | None = None) -> bool:
+    """Whether ``extract`` would need a target: shards are missing."""
+    with _open(folder, card, shared, LEASE_S) as writer:
+        return bool(writer.unfinished())
+
+
+def target_threads(models: Sequence[TargetModel], config: ExtractionConfig, tap_layers: Sequence[int]) -> tuple[list[HiddenStates], list[Likeliest]]:
+    """What each thread of an extraction calls. A target that is spread over devices is a pipeline of batches: one thread for each."""
+    last_hidden = config.teacher != "none"
+    threads = [model for model in models for _ in model.devices]
+    return (
+        [functools.partial(model.packed_hidden_states, tap_layers=tap_layers, last_hidden=last_hidden) for model in threads],
+        [model.likeliest for model in threads],
+    )
+
+
+@contextlib.contextmanager
+def _open(folder: Path, card: ShardCard, shared: str | None, lease_s: float, *, keep: bool = True) -> Iterator[ShardWriter]:
+    with contextlib.ExitStack() as stack:
+        store = None if shared is None else stack.enter_context(SharedShards(shared, card, lease_s=lease_s))
+        yield stack.enter_context(ShardWriter(folder, card, store, keep=keep))
 
 
 def counts_of(folder: Path) -> dict[str, Any]:
@@ -153,6 +185,8 @@ class _Extraction:
     def work(self, targets: Sequence[HiddenStates], heads: Sequence[Likeliest | None]) -> None:
         """Make all unfinished shards. Raises what went wrong first; what other threads had begun by then is finished or taken away."""
         self._tell(0)
+        if not self._todo:
+            return
         with ThreadPoolExecutor(WRITERS * len(targets), "shard-writer") as writers, ThreadPoolExecutor(len(targets), "target") as threads:
             running = [threads.submit(self._run_target, target, head, writers) for target, head in zip(targets, heads, strict=True)]
             try:

@@ -127,7 +127,7 @@ class ShardCard(BaseModel):
                 f"{path} cannot be read: {error}. The dataset is of another format or damaged; extract it again into a new folder."
             ) from error
 
-    def require(self, expected: Mapping[str, Any], where: Path) -> None:
+    def require(self, expected: Mapping[str, Any], where: Path | str) -> None:
         """Raise ``ShardError`` with both values of every field that is not as expected."""
         differences = [
             f"  {name}: the shards have {found!r}, this run needs {wanted!r}"

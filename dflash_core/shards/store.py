@@ -9,7 +9,7 @@ The files are those of the folder. ``index.arrow`` goes last either way: where i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ _AT_ONCE = 8  # files on their way together: a single connection to an object st
 
 def holds(address: str) -> bool:
     """Whether a finished dataset is there. Raises ``ShardError`` if the store cannot be reached."""
-    with _clear_errors(address):
-        files, path = _store(address)
+    with clear_errors(address):
+        files, path = open_store(address)
         return bool(files.exists(f"{path}/{INDEX}"))
 
 
@@ -38,8 +38,8 @@ def push(folder: Path, address: str, progress: Progress = no_progress) -> None:
         ShardError: the store cannot be reached or refuses; what has arrived stays, and the next push goes on from there.
     """
     names = _names(ShardCard.read(folder))
-    with _clear_errors(address):
-        files, path = _store(address)
+    with clear_errors(address):
+        files, path = open_store(address)
         files.makedirs(f"{path}/{Path(names[-1]).parent}", exist_ok=True)
         there = _sizes(files, path)
 
@@ -59,8 +59,8 @@ def pull(address: str, folder: Path, progress: Progress = no_progress) -> None:
     Raises:
         ShardError: there is none, files of it are missing or truncated, or the store cannot be reached; what has arrived stays.
     """
-    with _clear_errors(address):
-        files, path = _store(address)
+    with clear_errors(address):
+        files, path = open_store(address)
         there = _sizes(files, path)
         if INDEX not in there:
             raise ShardError(f"{address} holds no finished dataset of hidden states: it has no {INDEX}. Push one, or correct the address.")
@@ -68,20 +68,50 @@ def pull(address: str, folder: Path, progress: Progress = no_progress) -> None:
             card = ShardCard.model_validate_json(files.cat_file(f"{path}/{CARD}"))
         except (FileNotFoundError, ValidationError) as error:
             raise _damaged(address, f"{CARD} is missing, damaged or of another format") from error
+        pull_shards(address, card, folder, progress)
+        for name in (CARD, INDEX):
+            _fetch(files, path, name, there, folder)
+
+
+def pull_shards(address: str, card: ShardCard, folder: Path, progress: Progress = no_progress) -> None:
+    """``pull``, but the shards and their index rows alone: also of a dataset that nobody has finished yet.
+
+    Raises:
+        ShardError: as ``pull``.
+    """
+    with clear_errors(address):
+        files, path = open_store(address)
+        there = _sizes(files, path)
         if lacking := [name for name in _names(card) if name not in there]:
             raise _damaged(address, f"{len(lacking)} files are missing, the first is {lacking[0]}")
-
-        def fetch(name: str) -> None:
-            here = folder / name
-            if not here.is_file() or here.stat().st_size != there.get(name):
-                with atomic_write(here) as temporary:
-                    files.get_file(f"{path}/{name}", str(temporary))
-
-        _each(fetch, _names(card), progress)
+        _each(lambda name: _fetch(files, path, name, there, folder), _names(card), progress)
         if broken := [shard for shard in range(card.num_shards) if not is_whole(folder, card, shard)]:
             raise _damaged(address, f"{shard_name(broken[0])} was truncated or overwritten")
-        for name in (CARD, INDEX):
-            fetch(name)
+
+
+def _fetch(files: Any, path: str, name: str, there: Mapping[str, int], folder: Path) -> None:
+    """Copy a file from the store, unless it is here and of the same size."""
+    here = folder / name
+    if not here.is_file() or here.stat().st_size != there.get(name):
+        with atomic_write(here) as temporary:
+            files.get_file(f"{path}/{name}", str(temporary))
+
+
+def put_beside(path: Path, address: str) -> str:
+    """Copy one file to a store, unless it is there and of the same size. Returns the address."""
+    with clear_errors(address):
+        files, there = open_store(address)
+        files.makedirs(there.rpartition("/")[0], exist_ok=True)
+        if not files.exists(there) or files.size(there) != path.stat().st_size:
+            files.put_file(str(path), there)
+    return address
+
+
+def fetch_file(address: str, path: Path) -> None:
+    """Copy one file from a store. Raises ``ShardError`` where there is none, or the store cannot be used."""
+    with clear_errors(address):
+        files, there = open_store(address)
+        files.get_file(there, str(path))
 
 
 def _damaged(address: str, how: str) -> ShardError:
@@ -106,7 +136,8 @@ def _each(work: Callable[[str], None], names: Sequence[str], progress: Progress)
             raise
 
 
-def _store(address: str) -> tuple[Any, str]:
+def open_store(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the path in it."""
     files, path = fsspec.core.url_to_fs(address)
     return files, str(path).rstrip("/")
 
@@ -118,7 +149,8 @@ def _sizes(files: Any, path: str) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _clear_errors(address: str) -> Iterator[None]:
+def clear_errors(address: str) -> Iterator[None]:
+    """What goes wrong with a store becomes a ``ShardError`` that names it."""
     try:
         yield
     except ShardError:

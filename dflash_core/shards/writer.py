@@ -39,20 +39,27 @@ from dflash_core.shards.format import (
     read_index,
     shard_name,
 )
+from dflash_core.shards.leases import SharedShards
+from dflash_core.shards.store import pull_shards
 from dflash_core.stages import atomic_write, write_json_atomic
 
 
 class ShardWriter:
     """Writes the shards of one dataset. ``card`` says everything about it, the number of samples in a shard included."""
 
-    def __init__(self, folder: Path, card: ShardCard):
+    def __init__(self, folder: Path, card: ShardCard, shared: SharedShards | None = None, *, keep: bool = True):
         """Begin a dataset in ``folder``, or take up the one that is there.
+
+        Args:
+            shared: where those of other machines put their shards, and this one its own as soon as each is whole.
+            keep: False leaves none of them in ``folder``.
 
         Raises:
             ShardError: the folder holds a dataset with another card (both values of each field are named), or the disk is full.
         """
         self.folder = folder
         self.card = card
+        self._shared, self._keep = shared, keep
         with _clear_disk_errors(folder, 0):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / CARD).exists():
@@ -69,18 +76,26 @@ class ShardWriter:
         """Take it upon this process to make a shard. False if another process is at it; look again whether it is finished after a claim."""
         if not self._claims.take(shard):
             return False
+        if self._shared is not None and not self._shared.take(shard):
+            if not self._shared.has(shard):
+                self._claims.give_back(shard)
+            return self._shared.has(shard)
         for path in (self.folder / shard_name(shard), index_part(self.folder, shard)):
             for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
                 leftover.unlink()
+        if self._shared is not None and is_whole(self.folder, self.card, shard):  # of a process that died before it had sent it
+            self._publish(shard)
         return True
 
     def give_back(self, shard: int) -> None:
         """The shard that was claimed is finished, or is not going to be."""
+        if self._shared is not None:
+            self._shared.give_back(shard)
         self._claims.give_back(shard)
 
     def is_finished(self, shard: int) -> bool:
-        """Whether a shard and its index rows are there, of the right size."""
-        return is_whole(self.folder, self.card, shard)
+        """Whether a shard and its index rows are there, of the right size; where shards are shared: whether they are in the store."""
+        return is_whole(self.folder, self.card, shard) if self._shared is None else self._shared.has(shard)
 
     @contextlib.contextmanager
     def shard(self, shard: int, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[OpenShard]:
@@ -110,9 +125,19 @@ class ShardWriter:
                 schema=INDEX_SCHEMA,
             )
             _write_index(index_part(self.folder, shard), table)
+        if self._shared is not None:
+            self._publish(shard)
+
+    def _publish(self, shard: int) -> None:
+        assert self._shared is not None
+        self._shared.publish(shard, self.folder)
+        for path in () if self._keep else (self.folder / shard_name(shard), index_part(self.folder, shard)):
+            path.unlink()
 
     def finalize(self) -> pa.Table:
         """Join the index rows of all shards into ``index.arrow``, which makes the dataset whole. Returns the index.
+
+        Shards that others have made are fetched first.
 
         Raises:
             ShardError: shards are missing, or the disk is full.
@@ -121,6 +146,8 @@ class ShardWriter:
             raise ShardError(
                 f"{self.folder} lacks {len(missing)} of {self.card.num_shards} shards, the first is {shard_name(missing[0])}. Run the extraction."
             )
+        if self._shared is not None:
+            pull_shards(self._shared.address, self.card, self.folder)
         table = pa.concat_tables([read_index(index_part(self.folder, shard)) for shard in range(self.card.num_shards)]).combine_chunks()
         self._claims.wait_for(self.card.num_shards)  # the others write the same bytes, but would take away each other's temporary files
         for leftover in [*self.folder.glob(".*.tmp"), *self.folder.glob(f"{INDEX_PARTS}/.*.tmp")]:

@@ -1,7 +1,8 @@
 """Run by ``test_share.py`` as a process of its own: two workers extract into one folder, and one of them is killed again and again.
 
-Each worker notes the shards that it begins. One line of JSON tells whether the dataset is that of an undisturbed extraction, how
-many shards were begun by whom, and which were begun while a living worker was at them.
+Each worker notes the shards that it begins. Then a third one, with a store, is killed, and this process makes what that one has lost. One line of
+JSON tells whether the datasets are those of an undisturbed extraction, how many shards were begun by whom, and which were begun while a living worker
+was at them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from dflash_core.shards.format import index_part
 from dflash_core.shards.writer import ShardWriter
 from tests.shards.fakes import FakeSamples, contents, hidden_states, run
 
@@ -43,6 +45,48 @@ def worker(folder: Path, log: Path) -> int:
     ShardWriter.shard = noted  # type: ignore[assignment,method-assign]
     run(folder, SAMPLES, slow)
     os._exit(0)
+
+
+def killed_with_a_store(workspace: Path, address: str) -> int:
+    """Extract into a folder and a store in a forked process that kills itself in its third shard; returns the status it left."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    torch.set_num_threads(1)
+    first, seen = index_part(workspace / "store", 0), 0
+
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        nonlocal seen
+        seen += len(documents)
+        if seen > 8:
+            while not first.exists():  # what is lost is to be told from what was sent
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return hidden_states(documents)
+
+    run(workspace / "first", SAMPLES, target, shared=address)
+    os._exit(0)
+
+
+def taken_over(workspace: Path) -> dict[str, object]:
+    """What another machine does about it, which shares nothing with the first one but a store."""
+    address, made = f"file://{workspace}/store", 0
+    status = killed_with_a_store(workspace, address)
+    lost = [shard for shard in range(40) if not index_part(workspace / "store", shard).exists()]
+
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        nonlocal made
+        made += sum(map(len, documents))
+        return hidden_states(documents)
+
+    run(workspace / "second", SAMPLES, target, shared=address, lease_s=1.0)
+    tokens = sum(int(SAMPLES.lengths[4 * shard : 4 * shard + 4].sum()) for shard in lost)
+    return {
+        "status": status,
+        "lost": len(lost),
+        "equal": contents(workspace / "second") == contents(workspace / "undisturbed"),
+        "again": made - tokens,
+    }
 
 
 def note(log: Path, line: str) -> None:
@@ -80,7 +124,7 @@ def main(workspace: Path, kills: int) -> None:
         "twice": twice,
         "begun": sum(what != "killed" for _, what in lines),
     }
-    print(json.dumps({**answer, "shards": len(begun), "workers": len(set(begun.values()))}))
+    print(json.dumps({**answer, "store": taken_over(workspace), "shards": len(begun), "workers": len(set(begun.values()))}))
 
 
 if __name__ == "__main__":

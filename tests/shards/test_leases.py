@@ -1,0 +1,153 @@
+"""Extractors on several machines, which share nothing but a store: none makes what another makes, and one that dies loses what it had open."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from dflash_core.errors import ShardError
+from dflash_core.shards import ShardDataset, verify_shards
+from dflash_core.shards.format import INDEX, ShardCard, shard_name
+from dflash_core.shards.leases import SharedShards
+from tests.shards.fakes import FakeSamples, contents, hidden_states, run
+
+LEASE_S = 60.0
+
+
+class Clock:
+    """Stands still unless it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_of_those_who_claim_a_shard_at_once_one_gets_it_and_it_is_free_once_given_back(address: str, whole: Path) -> None:
+    card = ShardCard.read(whole)
+    with SharedShards(address, card) as one, SharedShards(address, card) as two, ThreadPoolExecutor(8) as threads:
+        for shard in range(3):
+            claims = list(threads.map(lambda number, shard=shard: (one, two)[number % 2].take(shard), range(8)))
+            assert claims.count(True) == 1
+        assert [two.take(shard) or one.take(shard) for shard in (3, 3)] == [True, False]
+        for shared in (one, two):
+            shared.give_back(3)
+            shared._looked_at = -1e9
+        assert one.take(3)
+
+
+def test_what_is_published_is_there_for_others_and_is_not_claimed_again(address: str, whole: Path) -> None:
+    card = ShardCard.read(whole)
+    with SharedShards(address, card, clock=Clock()) as one, SharedShards(address, card) as two:
+        assert one.take(2)
+        one.publish(2, whole)
+        one.give_back(2)
+        assert not one.take(2)
+        assert one.has(2)
+        assert not two.take(2)
+        assert two.has(2)
+
+
+def test_claims_of_one_without_a_pulse_are_taken_over_after_a_lease_and_not_before_and_it_notices(address: str, whole: Path) -> None:
+    card, clock = ShardCard.read(whole), Clock()
+    with SharedShards(address, card, lease_s=LEASE_S, clock=clock) as living, SharedShards(address, card, lease_s=LEASE_S) as silent:
+        silent._end.set()  # its thread beats no more
+        silent._thread.join()
+        assert silent.take(1)
+        assert not living.take(1)
+        clock.now = LEASE_S - 1
+        silent.beat()
+        assert not living.take(1)  # sees another pulse than before, and counts anew
+        clock.now += LEASE_S - 1
+        assert not living.take(1)
+        clock.now += 20
+        assert living.take(1)
+        with pytest.raises(ShardError, match=r"shard-00001\.safetensors was taken over by another extractor.*Start again"):
+            silent.publish(1, whole)
+        living.publish(1, whole)
+
+
+def test_one_that_shows_itself_while_it_is_taken_over_keeps_its_claim(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, card, clock = f"file://{tmp_path}/store", ShardCard.read(whole), Clock()
+    with SharedShards(address, card, lease_s=LEASE_S, clock=clock) as hasty, SharedShards(address, card, lease_s=LEASE_S) as slow:
+        assert slow.take(1)
+        assert not hasty.take(1)
+        clock.now = LEASE_S + 1
+        create = hasty._create
+
+        def create_and_be_seen(path: str, content: bytes) -> bool:
+            created = create(path, content)
+            slow.beat()
+            return created
+
+        monkeypatch.setattr(hasty, "_create", create_and_be_seen)
+        monkeypatch.setattr(hasty, "_look", lambda: None)  # or it would have seen the pulse before
+        assert not hasty.take(1)
+        slow.publish(1, whole)
+
+
+def test_two_machines_divide_the_shards_and_each_ends_with_all_of_them(address: str, whole: Path, tmp_path: Path) -> None:
+    """Each waits with its first shard until the other has one, too."""
+    both = threading.Barrier(2, timeout=60)
+    made: dict[str, list[int]] = {"one": [], "two": []}
+
+    def machine(name: str) -> None:
+        def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+            if not made[name]:
+                both.wait()
+            made[name].append(sum(map(len, documents)))
+            return hidden_states(documents)
+
+        run(tmp_path / name, FakeSamples(22), target, shared=address)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(machine, name) for name in made]:
+            done.result()
+    assert made["one"]
+    assert made["two"]
+    assert sum(made["one"] + made["two"]) == sum(FakeSamples(22).lengths)  # no token twice
+    for name in made:
+        assert contents(tmp_path / name) == contents(whole)
+        assert verify_shards(tmp_path / name) == []
+
+
+def test_a_helper_keeps_no_shard_and_who_finishes_needs_no_target(whole: Path, tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/store"
+    counts = run(tmp_path / "helper", FakeSamples(22), shared=address, finish=False)
+    assert counts["extracted_tokens"] == sum(FakeSamples(22).lengths)
+    assert not list((tmp_path / "helper").glob("shard-*"))
+    run(tmp_path / "driver", FakeSamples(22), devices=0, shared=address)
+    assert contents(tmp_path / "driver") == contents(whole)
+    assert len(ShardDataset(tmp_path / "driver")) == 22
+
+
+def test_a_shard_that_was_whole_and_not_sent_yet_is_sent_and_not_made_again(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    run(folder, FakeSamples(22))
+    (folder / INDEX).unlink()
+    (folder / shard_name(3)).unlink()
+    counts = run(folder, FakeSamples(22), shared=f"file://{tmp_path}/store")
+    assert counts["extracted_tokens"] == sum(FakeSamples(22).lengths[12:16])
+    assert contents(folder) == contents(whole)
+
+
+def test_a_store_without_conditional_writes_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files, _ = fsspec.core.url_to_fs("memory://nowhere")
+    original = files.open
+    monkeypatch.setattr(files, "open", lambda path, mode="rb", **named: original(path, mode.replace("x", "w"), **named))
+    with pytest.raises(ShardError, match="extractors cannot share this store, as it overwrites"):
+        SharedShards(f"memory://{tmp_path.name}", ShardCard.read(whole))
+
+
+def test_another_dataset_at_the_same_address_is_refused(whole: Path, tmp_path: Path) -> None:
+    address, card = f"file://{tmp_path}/store", ShardCard.read(whole)
+    SharedShards(address, card).close()
+    with pytest.raises(ShardError, match="target_digest: the shards have"):
+        SharedShards(address, card.model_copy(update={"target_digest": "other"}))
