@@ -2,6 +2,7 @@
 
 python -m benchmarks.curve                                         on a GPU: bfloat16 against the reference, and three seeds of it
 python -m benchmarks.curve --precisions bfloat16 fp8
+python -m benchmarks.curve --devices cuda:0 cuda:1                 replicas against one that takes as many rows in one step
 python -m benchmarks.curve --features fp8                          hidden states stored in fp8: curve.bfloat16_stored_fp8.…
 python -m benchmarks.curve --device cpu --precisions float32 --seeds 0 --write-reference          the reference, five minutes on one core
 
@@ -12,6 +13,9 @@ between machines and bfloat16 ones, which is what is stored, hardly ever. A draf
 curve.<precision>.gap      mean loss of the last third, minus the reference's
 curve.<precision>.noise    root mean square of the differences of single steps
 curve.<precision>.spread   standard deviation over the seeds of the mean loss of the last third: what a gap is to be compared with
+multi.curve_<n>gpu.gap     mean loss of the last third of n replicas, minus that of one device that adds up n passes a step; the replicas are held
+                           against each other every 50 steps and at the end, bit by bit
+multi.curve_<n>gpu.noise   root mean square of the differences of single steps
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,14 +50,14 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def plan_for(workspace: Path, device: str, precision: str, seed: int, features: str = "bfloat16") -> Plan:
-    """The plan of one run of the demo's data."""
+def plan_for(workspace: Path, device: str, precision: str, seed: int, features: str = "bfloat16", more: Sequence[str] = ()) -> Plan:
+    """The plan of one run of the demo's data, with ``more`` settings."""
     settings = [
         f"extraction.feature_dtype={features}",
         f"run.workspace={json.dumps(str(workspace))}", f"run.seed={seed}", f"target.device={device}", f"training.precision={precision}",
         f"training.devices=[{json.dumps('cuda:0' if device == 'cuda' else device)}]",
     ]  # fmt: skip
-    return Plan(load_config(ROOT / "configs" / "demo.yaml", [*SETTINGS, *settings]))
+    return Plan(load_config(ROOT / "configs" / "demo.yaml", [*SETTINGS, *settings, *more]))
 
 
 class _Samples:
@@ -140,6 +145,23 @@ def measure_precision(recorder: Recorder, reference: dict[str, Any], workspace: 
         recorder.add(f"curve.{name}.spread", statistics.stdev(tails), "nat", len(seeds), {"tails": [round(tail, 4) for tail in tails]})
 
 
+def measure_replicas(recorder: Recorder, workspace: Path, devices: list[str], precision: str, steps: int) -> None:
+    """Replicas on ``devices`` against the first of them alone, with the same rows in every step."""
+    settings = [f"training.max_steps={steps}", "training.compare_replicas_every=50"]
+    ways = [
+        [f"training.devices={json.dumps(devices)}"],
+        [f"training.devices={json.dumps(devices[:1])}", f"training.accumulation_steps={len(devices)}"],
+    ]
+    plans = [plan_for(workspace, recorder.device.type, precision, 0, more=[*settings, *way]) for way in ways]
+    rows_digest(plans[0])  # makes the samples
+    together, alone = (curve(plan) for plan in plans)
+    print(f"{len(devices)} replicas {windows(together)}\n  one device {windows(alone)}", flush=True)
+    name = f"multi.curve_{len(devices)}gpu"
+    detail = {"precision": precision, "devices": devices, "alone": round(tail_of(alone), 4), "replicas": "bit-identical"}
+    recorder.add(f"{name}.gap", tail_of(together) - tail_of(alone), "nat", len(alone), detail)
+    recorder.add(f"{name}.noise", float(np.sqrt(np.mean((np.array(together) - alone) ** 2))), "nat", len(alone))
+
+
 def named(precision: str, features: str) -> str:
     """The precision as figures name it, and that of the stored features where it is not the usual one."""
     return precision if features == "bfloat16" else f"{precision}_stored_{features}"
@@ -161,6 +183,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--precisions", nargs="*", default=["bfloat16"], help="values of training.precision")
     parser.add_argument("--features", default="bfloat16", help="value of extraction.feature_dtype")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="seeds of the spread; the reference's is among them")
+    parser.add_argument("--devices", nargs="*", help="compare replicas on these devices with one, instead")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of that")
     parser.add_argument("--workspace", type=Path, default=ROOT / "workspace" / "curve", help="where stages are kept: what is there is not done again")
     parser.add_argument("--write-reference", action="store_true", help="make the reference instead, from the first precision and seed")
     options = parser.parse_args(words)
@@ -168,6 +192,10 @@ def main(words: list[str] | None = None) -> int:
         write_reference(options.workspace, options.device, options.precisions[0], options.seeds[0])
         return 0
     recorder = recorder_for(options)
+    if options.devices:
+        measure = partial(measure_replicas, recorder, options.workspace, options.devices, options.precisions[0], options.steps)
+        recorder.attempt(f"multi.curve_{len(options.devices)}gpu.noise", measure)
+        return int(bool(recorder.failures))
     reference = json.loads(REFERENCE.read_text(encoding="utf-8"))
     for precision in options.precisions:
         measure = partial(measure_precision, recorder, reference, options.workspace, precision, options.seeds, options.features)
