@@ -19,7 +19,9 @@ from dflash_core.drafter.checkpoint import read_drafter_config
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, mask_token_problems, tap_problems
 from dflash_core.drafter.start import shape_differences
 from dflash_core.errors import ConfigError, Problem
+from dflash_core.target.device import total_memory
 from dflash_core.target.info import TargetInfo
+from dflash_core.target.static import static_cache_bytes
 
 
 def check_environment(config: PipelineConfig, source: str = "config") -> None:
@@ -29,7 +31,7 @@ def check_environment(config: PipelineConfig, source: str = "config") -> None:
 
 def check_target(config: PipelineConfig, info: TargetInfo, source: str = "config") -> None:
     """The drafter's settings fit the target, and its initial checkpoint both. Raises ``ConfigError``."""
-    _raise(source, list(_target_problems(config, info)))
+    _raise(source, [*_target_problems(config, info), *_memory_problems(config, info)])
     _raise(source, list(_start_problems(config, info)))
 
 
@@ -156,6 +158,23 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
         )
 
 
+def _memory_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
+    """Evaluations whose keys and values are larger than the memory of their devices even after prompts of no length."""
+    evaluation, during = config.evaluation, config.training.evaluation
+    asked = [
+        (f"evaluation.batch_sizes.{index}", rows, evaluation.max_new_tokens, evaluation.device) for index, rows in enumerate(evaluation.batch_sizes)
+    ]
+    if during.every_steps:
+        asked.append(("training.evaluation.max_new_tokens", 1, during.max_new_tokens, config.training.evaluation_device))
+    for field, rows, tokens, device in asked:
+        positions = min(tokens, info.max_position_embeddings)
+        wanted = static_cache_bytes(info, rows, positions, 4 if evaluation.dtype == "float32" else 2)
+        there = sum(map(total_memory, devices_of(device)))
+        if wanted > there:
+            message = f"keys and values of {rows} x {positions:,} positions take {wanted / 2**30:,.0f} GiB, and {device} has {there / 2**30:,.0f} GiB"
+            yield Problem(field, tokens if rows == 1 else rows, message, "Lower evaluation.batch_sizes or max_new_tokens")
+
+
 def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
     start = config.drafter.initial_checkpoint
     if start is not None:
@@ -188,9 +207,14 @@ def _advice_on_precision(config: PipelineConfig) -> list[str]:
         )
         if "cpu" in devices_of(device) and dtype == "bfloat16"
     ]
+    sentences = []
     if on_cpu and not _cpu_multiplies_bfloat16():
-        return [f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32."]
-    return []
+        sentences.append(f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32.")
+    if config.training.feed == "online" and config.extraction.teacher != "none":
+        sentences.append(
+            f"extraction.teacher = {config.extraction.teacher}: is of no use with training.feed = online, which stores nothing. Set it to none."
+        )
+    return sentences
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,9 +65,12 @@ def _run(flow: Callable[[], Result], config: PipelineConfig, path: Path) -> Resu
 
     def check() -> None:
         """Heavy imports, and checks that need them: work to do while the server starts."""
+        from dflash_core.checks import advice
         from dflash_core.plan import Plan
 
         Plan(config, str(path))
+        for sentence in advice(config):
+            print(f"Note: {sentence}", file=sys.stderr)
         import flows.train_drafter  # noqa: F401
 
     with prefect_api(meanwhile=check):

@@ -531,6 +531,12 @@ def test_a_target_that_is_not_fetched_yet_leaves_the_other_stages_unknown(config
         plan.folder("samples")
 
 
+def test_an_evaluation_that_no_memory_holds_is_refused_before_any_work(config: Path) -> None:
+    expected = r"evaluation\.batch_sizes\.1 = 1000000000: keys and values of 1000000000 x 8 positions take .* GiB, and cpu has"
+    with pytest.raises(ConfigError, match=expected):
+        plan_of(config, "evaluation.batch_sizes=[1, 1000000000]")
+
+
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all"])
 def test_a_mistyped_path_of_a_target_is_refused_at_once(config: Path, model: str) -> None:
     with pytest.raises(TargetError, match=rf"target.model = '{model}'.*Correct the path"):

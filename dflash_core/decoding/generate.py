@@ -19,8 +19,8 @@ from dflash_core.decoding.verifying import GrowingTarget, Verifier
 from dflash_core.errors import InputError, Problem
 
 if TYPE_CHECKING:
-    from dflash_core.drafter import DFlashDrafter
-    from dflash_core.target import TargetModel
+    from dflash_core.drafter import DFlashConfig, DFlashDrafter
+    from dflash_core.target import TargetInfo, TargetModel
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,17 @@ class Room:
     max_new_tokens: int
     block_size: int
 
-    def capacity(self, target: TargetModel) -> int:
+    def capacity(self, info: TargetInfo) -> int:
         """Positions of a row."""
-        return min(self.longest_prompt + self.max_new_tokens, target.info.max_position_embeddings) + self.block_size
+        return min(self.longest_prompt + self.max_new_tokens, info.max_position_embeddings) + self.block_size
+
+    def cache_bytes(self, info: TargetInfo, drafter: DFlashConfig, element: int, *, drafters: int = 1) -> int:
+        """Keys and values of the target, and of so many drafters, with ``element`` bytes a number."""
+        from dflash_core.drafter import DrafterCache
+        from dflash_core.target import static_cache_bytes
+
+        size = self.rows, self.capacity(info), element
+        return static_cache_bytes(info, *size) + drafters * DrafterCache.bytes_needed(drafter, *size)
 
 
 def open_verifier(target: TargetModel, room: Room, *, graphs: bool = True) -> Verifier:
@@ -50,7 +58,7 @@ def open_verifier(target: TargetModel, room: Room, *, graphs: bool = True) -> Ve
         return GrowingTarget(target)
     from dflash_core.target import StaticTarget
 
-    return StaticTarget(target, room.rows, room.capacity(target), graphs=graphs)
+    return StaticTarget(target, room.rows, room.capacity(target.info), graphs=graphs)
 
 
 def open_decoder(
@@ -67,7 +75,7 @@ def open_decoder(
     Raises:
         InputError: a block size beyond the trained one.
     """
-    capacity, block_size, proposer = room.capacity(target), 1, None
+    capacity, block_size, proposer = room.capacity(target.info), 1, None
     if drafter is not None:
         block_size, trained = room.block_size, drafter.config.block_size
         if not 2 <= block_size <= trained:

@@ -19,7 +19,7 @@ import torch
 
 from dflash_core.config import PipelineConfig, devices_of
 from dflash_core.decoding import Room
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, DrafterCache
+from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.drafter.model import DENSE_GROUP
 from dflash_core.evaluation.during import ROWS
 from dflash_core.evaluation.ways import further_ways
@@ -78,11 +78,11 @@ class Sizes:
 
     def decoding(self, room: Room, dtype: str, *, drafters: int) -> int:
         """Target, drafters and all that decoding has room for, on its device."""
-        info, capacity = self.info, min(room.longest_prompt + room.max_new_tokens, self.info.max_position_embeddings) + room.block_size
-        own = self.drafter.num_parameters() * _size(dtype) + DrafterCache.bytes_needed(self.drafter, room.rows, capacity, _size(dtype))
-        logits = 2 * room.rows * room.block_size * info.vocab_size * _size(dtype)
+        element = _size(dtype)
+        weights = self.target(dtype) + drafters * self.drafter.num_parameters() * element
+        logits = 2 * room.rows * room.block_size * self.info.vocab_size * element
         prompts = self.a_pass(room.rows * room.longest_prompt, dtype, len(self.drafter.tap_layers))
-        return self.target(dtype) + drafters * own + static_cache_bytes(info, room.rows, capacity, _size(dtype)) + logits + prompts
+        return weights + room.cache_bytes(self.info, self.drafter, element, drafters=drafters) + logits + prompts
 
     def evaluation(self, longest_prompt: int) -> Ledger:
         """Of the stage 'evaluate', at its largest, with two drafters where the untrained one is measured."""

@@ -16,8 +16,9 @@ from dataclasses import asdict
 
 from dflash_core.config import PipelineConfig, digest_of
 from dflash_core.decoding import Decoder, Generation, Room, measure_acceptance, open_decoder, open_verifier
-from dflash_core.drafter import DFlashDrafter
+from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.errors import DataError, Problem
+from dflash_core.evaluation.fit import fits
 from dflash_core.evaluation.prompts import EvaluationPrompt
 from dflash_core.target import TargetModel
 
@@ -34,6 +35,7 @@ class HeldoutJudge:
 
         Raises:
             DataError: there is no prompt.
+            InputError: the prompts do not fit into the memory of the target's device.
             TargetError: the target has no cache that can be shortened.
         """
         if not prompts:
@@ -45,7 +47,9 @@ class HeldoutJudge:
         self.key = digest_of([target.info.digest, str(target.dtype), block_size, during.max_new_tokens, [asdict(prompt) for prompt in prompts]])
         self._target, self._prompts = target, [prompt.tokens for prompt in prompts]
         self._room = Room(min(ROWS, len(prompts)), max(map(len, self._prompts)), during.max_new_tokens, block_size)
-        self._verifier = open_verifier(target, self._room, graphs=config.evaluation.cuda_graphs is not False)
+        drafter = DFlashConfig.from_target(target.info, config.drafter)
+        with fits(target, self._room, drafter, "training.evaluation.prompts", during.prompts):
+            self._verifier = open_verifier(target, self._room, graphs=config.evaluation.cuda_graphs is not False)
         self._drafter: DFlashDrafter | None = None
         self._decoder: Decoder | None = None
 

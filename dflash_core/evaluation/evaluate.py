@@ -25,11 +25,12 @@ from dflash_core.config_rules import block_size_problems
 from dflash_core.decoding import Decoder, Generation, Room, open_decoder, open_verifier
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import DataError, InputError, Problem
+from dflash_core.evaluation.fit import fits
 from dflash_core.evaluation.lossless import find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt
 from dflash_core.evaluation.records import PromptRecord, append_record, read_records
 from dflash_core.evaluation.result import EvaluationResult, measured, prompt_figures
-from dflash_core.evaluation.ways import further_ways, measure_ways
+from dflash_core.evaluation.ways import further_ways, measure_ways, require_room_of_ways
 from dflash_core.stages import Progress, no_progress, write_json_atomic
 from dflash_core.target import TargetModel
 
@@ -58,8 +59,8 @@ def evaluate_drafter(
 
     Raises:
         DataError: there is no prompt.
-        InputError: ``evaluation.block_size`` or one of ``block_sizes`` is not one that the drafter can draft, or a prompt leaves no room in the
-            target's positions.
+        InputError: ``evaluation.block_size`` or one of ``block_sizes`` is not one that the drafter can draft, a prompt leaves no room in the
+            target's positions, or so many requests do not fit into the memory of the target's device.
     """
     settings = config.evaluation
     if not prompts:
@@ -70,7 +71,10 @@ def evaluate_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     longest = max(len(prompt.tokens) for prompt in prompts)
     room = Room(1, longest, settings.max_new_tokens, settings.block_size or drafter.config.block_size)
-    bench = _Bench(target, drafter, untrained, room, graphs=settings.cuda_graphs)
+    ways = further_ways(settings, room.block_size)
+    require_room_of_ways(ways, target, drafter.config, prompts, settings.max_new_tokens)
+    with fits(target, room, drafter.config, "evaluation.max_new_tokens", settings.max_new_tokens, drafters=2 if untrained is not None else 1):
+        bench = _Bench(target, drafter, untrained, room, graphs=settings.cuda_graphs)
     path, keys = folder / RECORDS, [bench.key(prompt) for prompt in prompts]
     records = {record.key: record for record in read_records(path, set(keys))}
     compared = _first_of_each_set(prompts, settings.untrained_prompts) if bench.compares else set()
@@ -84,11 +88,11 @@ def evaluate_drafter(
         records[record.key] = record
     progress(len(prompts), len(prompts), "prompts")
     digest = digest_of([asdict(prompt) for prompt in prompts])
-    ways = measure_ways(
-        further_ways(settings, room.block_size), target, bench.drafter, prompts, settings.max_new_tokens, folder,
+    measured = measure_ways(
+        ways, target, bench.drafter, prompts, settings.max_new_tokens, folder,
         key=digest_of([bench.measured, digest]), graphs=settings.cuda_graphs is not False, progress=progress,
     )  # fmt: skip
-    result = bench.sum_up([records[key] for key in keys], digest).model_copy(update={"ways": ways})
+    result = bench.sum_up([records[key] for key in keys], digest).model_copy(update={"ways": measured})
     write_json_atomic(folder / RESULT, result.model_dump(mode="json"))
     return result
 

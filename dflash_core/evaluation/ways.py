@@ -12,11 +12,14 @@ from pathlib import Path
 
 from dflash_core.config import EvaluationConfig, digest_of
 from dflash_core.decoding import Decoder, Generation, Room, Sampling, Verifier, open_decoder, open_verifier
-from dflash_core.drafter import DFlashDrafter
+from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.evaluation.fit import fits, require_room
 from dflash_core.evaluation.prompts import EvaluationPrompt
 from dflash_core.evaluation.result import Way, WayFigures, figures
 from dflash_core.stages import Progress, write_json_atomic
 from dflash_core.target import TargetModel
+
+BATCH_SIZES = "evaluation.batch_sizes"
 
 
 def further_ways(settings: EvaluationConfig, block_size: int) -> list[Way]:
@@ -39,7 +42,6 @@ def measure_ways(
     found: list[WayFigures] = []
     room, verifier = Room(0, 0, 0, 0), None
     alone: dict[tuple[int, float], list[Generation]] = {}
-    longest = max(len(prompt.tokens) for prompt in prompts)
     for done, way in enumerate(ways):
         progress(done, len(ways), "ways of decoding")
         path = folder / f"way-{digest_of([key, way.model_dump()])[:16]}.json"
@@ -47,13 +49,13 @@ def measure_ways(
             found.append(WayFigures.model_validate_json(path.read_bytes()))
             continue
         if verifier is None or room.rows != way.batch_size:
-            widest = max(other.block_size for other in ways if other.batch_size == way.batch_size)
-            room = Room(way.batch_size, longest, max_new_tokens, widest)
-            verifier = open_verifier(target, room, graphs=graphs)
+            room, verifier = _room(ways, way.batch_size, prompts, max_new_tokens), None  # which lets go of the last one's buffers
         case = (way.batch_size, way.temperature)
-        if case not in alone:
-            alone[case] = _answers(_decoder(target, None, verifier, room, way), prompts, way)
-        drafted = _answers(_decoder(target, drafter, verifier, room, way), prompts, way)
+        with fits(target, room, drafter.config, BATCH_SIZES, way.batch_size):
+            verifier = verifier or open_verifier(target, room, graphs=graphs)
+            if case not in alone:
+                alone[case] = _answers(_decoder(target, None, verifier, room, way), prompts, way)
+            drafted = _answers(_decoder(target, drafter, verifier, room, way), prompts, way)
         differ = sum(one.tokens != own.tokens for one, own in zip(drafted, alone[case], strict=True))
         places = [(prompt.set, prompt.conversation) for prompt in prompts]
         measured = WayFigures(way=way, diverged=None if way.temperature else differ, figures=figures(drafted, alone[case], way.block_size, places))
@@ -62,6 +64,20 @@ def measure_ways(
     if ways:
         progress(len(ways), len(ways), "ways of decoding")
     return tuple(found)
+
+
+def require_room_of_ways(
+    ways: Sequence[Way], target: TargetModel, drafter: DFlashConfig, prompts: Sequence[EvaluationPrompt], max_new_tokens: int
+) -> None:
+    """Raise ``InputError`` where the buffers of one of the ways do not fit into the memory of the target's device."""
+    for size in dict.fromkeys(way.batch_size for way in ways):
+        require_room(target, _room(ways, size, prompts, max_new_tokens), drafter, BATCH_SIZES, size)
+
+
+def _room(ways: Sequence[Way], rows: int, prompts: Sequence[EvaluationPrompt], max_new_tokens: int) -> Room:
+    """For all ways of one batch size."""
+    longest, widest = max(len(prompt.tokens) for prompt in prompts), max(way.block_size for way in ways if way.batch_size == rows)
+    return Room(rows, longest, max_new_tokens, widest)
 
 
 def _decoder(target: TargetModel, drafter: DFlashDrafter | None, verifier: Verifier, room: Room, way: Way) -> Decoder:
