@@ -62,8 +62,6 @@ def print_plan(plan: Plan, stages: dict[str, StagePlan], forecast: Forecast | No
             table.add_row(name, stage.why_not or "", guess.rows, in_bytes(guess.disk_bytes), in_bytes(guess.memory_bytes), in_time(guess.seconds))
     console.print(f"[bold]{plan.config.run.name}[/]: {plan.config.target.model}, in {plan.workspace}")
     console.print(table)
-    for sentence in advice(plan.config):
-        console.print(f"[yellow]Note:[/] {sentence}")
     if forecast is None:
         console.print("The target is not here yet. Sizes and times are known once the stage 'target' has run.")
         return

@@ -52,6 +52,13 @@ def test_a_window_that_no_sample_reaches_is_told() -> None:
     assert "no sample is longer (data.max_length = 3072)" in told
 
 
+def test_a_teacher_that_live_targets_do_not_use_is_told() -> None:
+    online = ["training.feed=online", "extraction.feature_dtype=bfloat16"]
+    (told,) = (sentence for sentence in advice(load_config(SHIPPED[0], [*online, "extraction.teacher=topk"])) if "teacher" in sentence)
+    assert "extraction.teacher = topk is of no use with training.feed = online" in told
+    assert not [sentence for sentence in advice(load_config(SHIPPED[0], online)) if "teacher" in sentence]
+
+
 @pytest.mark.parametrize("path", INVALID, ids=lambda path: path.stem)
 def test_invalid_config_is_refused_with_field_value_and_remedy(path: Path) -> None:
     where, value, remedy = (part.strip() for part in path.read_text().splitlines()[0].removeprefix("# expect:").split("|", 2))

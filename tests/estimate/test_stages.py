@@ -90,11 +90,10 @@ def test_a_plan_says_what_other_programs_cost_and_what_does_not_fit(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = {name: Estimate("some", 10, {"cpu": 3 * 10**9}, 10.0) for name in STAGES}
-    plan = plan_of(config, "training.feed=online", "extraction.teacher=topk")
+    plan = plan_of(config)
     monkeypatch.setattr("flows.plan.total_memory", lambda device: 2 * 10**9)
     print_plan(plan, plan.stages, Forecast(stages, Rates(1.0, 1.0, share=0.25)))
     text = " ".join(capsys.readouterr().out.split())
-    assert "Note: extraction.teacher = topk is of no use with training.feed = online" in text
     assert "about 1 min 20 s (within a factor of two)" in text
     assert "leave this one 25% of a processor at present: with them about 5 min 20 s" in text
     assert "evaluate needs about 3.0 GB on cpu, which has 2.0 GB: lower evaluation.batch_sizes or max_new_tokens." in text
