@@ -142,8 +142,11 @@ class _Drawing:
     def _draw(self, turns: Sequence[_Turn], openings: Sequence[str]) -> dict[int, str]:
         """What users say in these turns, by number, in order; those that did not end as a request does are left out."""
         prompts, begun, seeds, stop = [], [], [], 0
+        rendered: dict[tuple[Message, ...], tuple[str, int]] = {}  # first turns are all preceded by the same
         for turn in turns:
-            text, stop = user_opening(self._tokenizer, turn.before, self._config.data.template_arguments, id=f"request {turn.number}")
+            if turn.before not in rendered:
+                rendered[turn.before] = user_opening(self._tokenizer, turn.before, self._config.data.template_arguments, id=f"request {turn.number}")
+            text, stop = rendered[turn.before]
             begun.append(openings[int(self._random(turn.number, f"opening {len(turn.before)}") * len(openings))])
             prompts.append(list(self._tokenizer(text + begun[-1], add_special_tokens=False)["input_ids"]))
             seeds.append(self._seed(turn.number, f"draw {len(turn.before)}"))
