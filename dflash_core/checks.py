@@ -6,6 +6,7 @@ Each is checked as soon as what it needs is there, and raises ``ConfigError`` wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
@@ -78,10 +79,18 @@ def _file_problems(config: PipelineConfig) -> Iterator[Problem]:
         yield Problem("run.workspace", str(config.run.workspace), f"{there} is not a folder", "Name a folder; it is made where there is none")
     if config.extraction.store is not None:
         yield from _store_problems(config.extraction.store)
+    yield from _ray_problems(config)
     start = config.drafter.initial_checkpoint
     if start is not None and (missing := [name for name in ("config.json", "model.safetensors") if not (start / name).is_file()]):
         message = f"is not a drafter folder: it has no {' and no '.join(missing)}"
         yield Problem("drafter.initial_checkpoint", str(start), message, "Name a folder that 'dflashctl export' wrote")
+
+
+def _ray_problems(config: PipelineConfig) -> Iterator[Problem]:
+    missing = [name for name in ("ray", "prefect_ray") if find_spec(name) is None]
+    if config.extraction.ray.workers and missing:
+        message = f"{' and '.join(missing)} cannot be imported"
+        yield Problem("extraction.ray.workers", config.extraction.ray.workers, message, "pip install 'dflash-pipeline[ray]', or set it to 0")
 
 
 def _store_problems(store: str) -> Iterator[Problem]:

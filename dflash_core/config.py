@@ -53,6 +53,17 @@ class TargetConfig(Section):
     trust_remote_code: bool = Field(False, description="Run code that comes with the model's repository. Off unless you trust it.")
 
 
+class RayConfig(Section):
+    """Processes on a Ray cluster that make the shards, in place of this one. For flows; what runs without Prefect extracts by itself."""
+
+    workers: int = Field(0, ge=0, description="Processes, each with as many GPUs as target.device names. 0: no Ray.")
+    address: str | None = Field(
+        None,
+        min_length=1,
+        description="The cluster: 'ray://head:10001', or 'auto' for the one that this machine is part of. Default: one on this machine alone.",
+    )
+
+
 class ExtractionConfig(Section):
     """How hidden states are written to shards."""
 
@@ -68,6 +79,7 @@ class ExtractionConfig(Section):
         pattern=r"^[a-z0-9+]+://.+[^/]$",
         description="Where machines share finished shards, such as s3://bucket/shards: taken from there if it has them, put there if not.",
     )
+    ray: RayConfig = Field(default_factory=RayConfig, description="Several machines, through Ray.")
     feature_dtype: Literal["bfloat16", "float32", "fp8"] = Field(
         "bfloat16", description="Precision of the stored features. fp8: half the disk of bfloat16, with a scale for each token and layer."
     )

@@ -263,7 +263,7 @@ class Plan:
             "samples": self._content_of_samples(),
             "taps": list(self.tap_layers),
             "dtype": self.config.target.dtype,
-            "extraction": extraction.model_dump(mode="json", exclude={"devices", "store", *unused}),
+            "extraction": extraction.model_dump(mode="json", exclude={"devices", "store", "ray", *unused}),
         }
 
     def _features_depend_on(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from prefect import flow
 
 from dflash_core.config import PipelineConfig
+from flows.extract_shards import make_shards_on_ray
 from tasks.evaluate import evaluate_drafter
 from tasks.export import export_drafter
 from tasks.responses import build_responses
@@ -41,6 +42,7 @@ def run_stages(run: Run) -> Path:
     fetch_target(run)
     build_responses(run)
     write_samples(run)
+    make_shards_on_ray(run)
     extract_shards(run)
     warm_up(run)
     train(run)
