@@ -16,7 +16,7 @@ from dflash_core.decoding.decoder import Decoder, Generation
 from dflash_core.decoding.drafting import BlockDrafter
 from dflash_core.decoding.sampling import GREEDY, Sampling
 from dflash_core.decoding.verifying import GrowingTarget, Verifier
-from dflash_core.errors import InputError, Problem
+from dflash_core.errors import InputError, Problem, TargetError
 
 if TYPE_CHECKING:
     from dflash_core.drafter import DFlashConfig, DFlashDrafter
@@ -54,11 +54,14 @@ def open_verifier(target: TargetModel, room: Room, *, graphs: bool = True) -> Ve
     Raises:
         TargetError: the target has no cache that can be shortened, as the state of recurrent layers cannot.
     """
-    if room.rows == 1 and target.device.type == "cpu":
-        return GrowingTarget(target)
     from dflash_core.target import StaticTarget
 
-    return StaticTarget(target, room.rows, room.capacity(target.info), graphs=graphs)
+    try:
+        return StaticTarget(target, room.rows, room.capacity(target.info), graphs=graphs)
+    except TargetError:
+        if room.rows > 1 or target.device.type != "cpu":
+            raise
+        return GrowingTarget(target)
 
 
 def open_decoder(
@@ -118,5 +121,6 @@ def _one(
     sampling: Sampling, seed: int,
 ) -> Generation:  # fmt: skip
     room = Room(1, len(prompt_ids), max_new_tokens, block_size)
-    verifier = open_verifier(target, room, graphs=False)  # for one answer they would not pay
+    # For one answer neither graphs nor a static cache with packed weights would pay.
+    verifier = GrowingTarget(target) if target.device.type == "cpu" else open_verifier(target, room, graphs=False)
     return open_decoder(target, drafter, verifier, room, stop_ids=stop_ids, sampling=sampling).generate([prompt_ids], [seed])[0]

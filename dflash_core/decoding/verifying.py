@@ -46,7 +46,7 @@ class Verifier(Protocol):
 
 
 class GrowingTarget:
-    """One request and a cache that grows with it: on a CPU, where shapes may change, the least work."""
+    """One request on a CPU, and a cache that grows with it: ready at once, and for targets whose layers a ``StaticTarget`` does not know."""
 
     graphs = False
 

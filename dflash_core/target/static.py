@@ -37,6 +37,7 @@ from dflash_core.errors import TargetError
 from dflash_core.target.fused import fused
 from dflash_core.target.info import TargetInfo
 from dflash_core.target.model import TargetModel, TargetOutput
+from dflash_core.target.quick import quick
 from dflash_core.target.static_attention import attend, attend_plain, store
 
 ATTENTION = "dflash_static"
@@ -274,7 +275,10 @@ class StaticTarget:
 
 
 def _own_decoder(target: TargetModel) -> Any:
-    """A copy of the decoder with the same weights and a configuration of its own, which names our attention; norms and gates fused on CUDA."""
+    """A copy of the decoder with the same weights and a configuration of its own, which names our attention.
+
+    Norms and gates are fused on CUDA, products are quick on a CPU.
+    """
     decoder: Any = target.decoder
     kinds = set(getattr(decoder.config, "layer_types", None) or ())
     if kinds - _DECODABLE:
@@ -286,7 +290,7 @@ def _own_decoder(target: TargetModel) -> Any:
     own.config._attn_implementation = ATTENTION
     for module in list(own.modules()):
         for name, child in module.named_children():
-            if (fast := fused(child)) is not None:
+            if (fast := fused(child) or quick(child)) is not None:
                 module._modules[name] = fast
     return own
 

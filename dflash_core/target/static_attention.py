@@ -8,6 +8,8 @@ those). What lies in later slots is never looked at.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -42,6 +44,9 @@ def attend(
 def store_plain(k_RGSD: Tensor, v_RGSD: Tensor, keys_RGCD: Tensor, values_RGCD: Tensor, start_R: Tensor) -> None:
     """``store`` in plain PyTorch."""
     R, G, S, _D = k_RGSD.shape
+    if R == 1 and (start := int(start_R)) + S < keys_RGCD.shape[2]:  # slices are copied to far sooner than indices
+        keys_RGCD[:, :, start : start + S], values_RGCD[:, :, start : start + S] = k_RGSD, v_RGSD
+        return
     slots_RS = (start_R[:, None] + torch.arange(S, device=start_R.device)).clamp(max=keys_RGCD.shape[2] - 1)
     rows, heads = torch.arange(R, device=start_R.device), torch.arange(G, device=start_R.device)
     index = (rows[:, None, None], heads[None, :, None], slots_RS[:, None, :])
@@ -57,15 +62,14 @@ def attend_plain(
     G, slots = keys_RGCD.shape[1:3]
     live = min(int(start_R.max()) + S, slots) if live is None else live
     k, v = keys_RGCD[:, :, :live], values_RGCD[:, :, :live]
-    position_RS1 = (start_R[:, None] + torch.arange(S, device=start_R.device)).clamp(max=slots - 1)[..., None]
-    slot = torch.arange(live, device=start_R.device)
-    seen_RSC = slot <= position_RS1
-    if window is not None:
-        seen_RSC &= slot > position_RS1 - window
     # The heads of a group become queries of the one head that they share.
-    seen = seen_RSC[:, None].expand(R, A // G, S, live).reshape(R, 1, -1, live)
     q = q_RASD.reshape(R, G, -1, q_RASD.shape[-1])
-    if softcap is None and sinks_A is None:
+    plain = softcap is None and sinks_A is None
+    one = R == 1 and not start_R.is_cuda  # whose place may be asked for
+    if plain and one and S == 1 and window is None and live == int(start_R) + 1:
+        return functional.scaled_dot_product_attention(q, k, v, scale=scale).reshape(R, A, S, -1).transpose(1, 2)
+    seen = _seen_by_one(int(start_R), S, A // G, live, slots, window) if one else _seen(start_R, S, A // G, live, slots, window)
+    if plain:
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     else:
         scores = (q @ k.mT).float() * scale
@@ -76,6 +80,22 @@ def attend_plain(
             scores = torch.cat([scores, sinks], dim=-1)
         out = scores.softmax(-1)[..., :live].to(v.dtype) @ v
     return out.reshape(R, A, S, -1).transpose(1, 2)
+
+
+def _seen(start_R: Tensor, S: int, group: int, live: int, slots: int, window: int | None) -> Tensor:
+    """Which of the first ``live`` slots every query of a group of heads sees, bool [R, 1, group * S, live]."""
+    position_RS1 = (start_R[:, None] + torch.arange(S, device=start_R.device)).clamp(max=slots - 1)[..., None]
+    slot = torch.arange(live, device=start_R.device)
+    seen_RSC = slot <= position_RS1
+    if window is not None:
+        seen_RSC &= slot > position_RS1 - window
+    return seen_RSC[:, None].expand(len(start_R), group, S, live).reshape(len(start_R), 1, -1, live)
+
+
+@functools.lru_cache(maxsize=4)
+def _seen_by_one(start: int, S: int, group: int, live: int, slots: int, window: int | None) -> Tensor:
+    """``_seen`` of one row on the CPU, made once for all layers of a pass."""
+    return _seen(torch.tensor([start]), S, group, live, slots, window)
 
 
 def launch_store(k_RGSD: Tensor, v_RGSD: Tensor, keys_RGCD: Tensor, values_RGCD: Tensor, start_R: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dflash_core.errors import TargetError
 from dflash_core.target.info import TargetInfo, read_target_info
+from dflash_core.target.quick import QuickLinear
 from dflash_core.target.weights import StoredTensor, stored_tensors
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
@@ -35,6 +36,7 @@ class TargetVocabulary:
         self.embedding_scale = info.embedding_scale
         self.logit_softcap = info.logit_softcap
         self.logit_scale = info.logit_scale
+        self._head = QuickLinear(self.head_weight) if self.head_weight.device.type == "cpu" else None
         # Gemma rounds the factor to the precision of the weights before it multiplies.
         self._scale = torch.tensor(info.embedding_scale, dtype=torch.float32).to(embedding_weight)
 
@@ -72,7 +74,10 @@ class TargetVocabulary:
 
         They are where the hidden states are, also if the head is elsewhere: that of a target spread over devices is on the last one.
         """
-        logits = functional.linear(hidden.to(self.head_weight.device), self.head_weight).to(hidden.device)
+        if self._head is None:
+            logits = functional.linear(hidden.to(self.head_weight.device), self.head_weight).to(hidden.device)
+        else:
+            logits = self._head(hidden)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

@@ -121,7 +121,8 @@ def test_every_request_of_a_batch_of_any_lengths_gets_the_text_and_rounds_it_has
 
     def decoder(rows: int) -> Decoder:
         room = Room(rows, longest_prompt=23, max_new_tokens=16, block_size=5)
-        return open_decoder(target, model, open_verifier(target, room), room, stop_ids=target.info.eos_token_ids, sampling=sampling)
+        verifier = open_verifier(target, room) if rows > 1 else GrowingTarget(target)
+        return open_decoder(target, model, verifier, room, stop_ids=target.info.eos_token_ids, sampling=sampling)
 
     together, single = decoder(5).generate(prompts, seeds=[3, 4, 5, 6]), decoder(1)
     for seed, (prompt, one) in enumerate(zip(prompts, together, strict=True), start=3):
@@ -179,6 +180,14 @@ def test_sampling_with_a_real_target_is_repeated_by_its_seed_and_respects_top_k_
 
     assert run(1, 0) == run(1, 0) != run(2, 0)
     assert run(1, 1) == run(2, 1) == autoregressive_generate(target, PROMPT, max_new_tokens=20, stop_ids=()).tokens
+
+
+def test_one_request_of_a_target_that_a_static_cache_does_not_fit_is_decoded_with_a_growing_one(tmp_path: Path) -> None:
+    target = TargetModel.from_pretrained(save_tiny_target("llama", tmp_path), dtype=torch.float32)
+    target.decoder.config.num_kv_shared_layers = 1
+    assert isinstance(open_verifier(target, Room(1, len(PROMPT), max_new_tokens=5, block_size=1)), GrowingTarget)
+    with pytest.raises(TargetError, match="keys of others"):
+        open_verifier(target, Room(2, len(PROMPT), max_new_tokens=5, block_size=1))
 
 
 def test_recurrent_targets_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -56,6 +56,28 @@ def test_in_the_interpreter_the_kernels_equal_their_twins_and_read_no_slot_that_
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("start", "S"), [(0, 1), (5, 1), (5, 4), (11, 1), (9, 3), (10, 4)])  # of 12 slots the last takes what has no room
+def test_one_row_alone_is_stored_and_attended_as_in_company(start: int, S: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, S, 8, generator=generator) for heads in (6, 2, 2))
+    start_R = torch.tensor([3, start])
+
+    def attended(rows: slice) -> tuple[torch.Tensor, ...]:
+        keys, values = torch.ones(2, len(start_R[rows]), 2, 12, 8)
+        store_plain(k[rows], v[rows], keys, values, start_R[rows])
+        return keys[-1], values[-1], attend_plain(q[rows], keys, values, start_R[rows], scale=0.3, window=window)[-1]
+
+    inside = min(S, 11 - start)  # what lies beyond the room means nothing
+    for alone, together in zip(attended(slice(1, 2)), attended(slice(0, 2)), strict=True):
+        parts = (
+            (alone[:inside], together[:inside])
+            if alone.shape[0] == S and alone.dim() == 3 and alone.shape[1] == 6
+            else (alone[:, :11], together[:, :11])
+        )
+        torch.testing.assert_close(*parts)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
