@@ -220,9 +220,7 @@ def _advice_on_precision(config: PipelineConfig) -> list[str]:
     if on_cpu and not _cpu_multiplies_bfloat16():
         sentences.append(f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32.")
     if config.training.feed == "online" and config.extraction.teacher != "none":
-        sentences.append(
-            f"extraction.teacher = {config.extraction.teacher} is of no use with training.feed = online, which stores nothing."
-        )
+        sentences.append(f"extraction.teacher = {config.extraction.teacher} is of no use with training.feed = online, which stores nothing.")
     return sentences
 
 

@@ -24,8 +24,6 @@ def require_room(target: TargetModel, room: Room, drafter: DFlashConfig, field: 
     Raises:
         InputError: naming ``field``, the setting that asks for so many requests or tokens.
     """
-    if room.rows == 1 and target.device.type == "cpu":
-        return  # nothing is made beforehand there
     wanted = room.cache_bytes(target.info, drafter, target.dtype.itemsize, drafters=drafters)
     free = sum(map(free_memory, target.devices))
     if wanted > free:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dflash_core.target.device import free_memory, total_memory
+
 _LEAST_BYTES = 1 << 17  # of a weight: below that, calls cost more than products
 _MOST_ROWS = 16
 _CACHE_BYTES = 48 << 20  # more than a core's share of the last cache
@@ -55,6 +57,9 @@ class QuickLinear(nn.Module):
         if not packs:
             return functional.linear(x, self.weight, self.bias)
         if self._packed is None:
+            if not _has_room_for(self.weight):
+                self._packable = False
+                return functional.linear(x, self.weight, self.bias)
             self._packed = pack(self.weight)
         return packed_product(x, self._packed, self.bias)
 
@@ -110,6 +115,11 @@ def _median_seconds(calls: list[Callable[[], Tensor]]) -> float:
         call()
         seconds.append(time.thread_time() - began)
     return statistics.median(seconds)
+
+
+def _has_room_for(weight: Tensor) -> bool:
+    """Whether a packed weight beside the plain one leaves an eighth of the memory free."""
+    return free_memory("cpu") - weight.numel() * weight.dtype.itemsize > total_memory("cpu") // 8
 
 
 def _packs(weight: Tensor) -> bool:

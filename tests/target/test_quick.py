@@ -58,6 +58,19 @@ def test_where_packing_does_not_pay_or_a_gradient_may_be_wanted_the_product_is_t
     assert packs == []
 
 
+def test_nothing_is_packed_where_memory_is_short(packs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = linear(), torch.randn(4, K)
+    monkeypatch.setattr(module, "total_memory", lambda _: 8000 * N * K)
+    monkeypatch.setattr(module, "free_memory", lambda _: 1004 * N * K)
+    with torch.inference_mode():
+        full = QuickLinear(layer.weight)
+        assert torch.equal(full(x), layer(x))
+        monkeypatch.setattr(module, "free_memory", lambda _: 1005 * N * K)
+        assert torch.equal(full(x), layer(x)), "what was found wanting once stays as it is"
+        QuickLinear(layer.weight)(x)
+    assert packs == [4]
+
+
 def test_only_plain_linear_layers_with_a_large_weight_are_replaced() -> None:
     class Quantised(nn.Linear):
         pass
