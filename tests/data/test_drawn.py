@@ -11,16 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from dflash_core.config import GenerationConfig, PipelineConfig, load_config
+from dflash_core.config import GenerationConfig, PipelineConfig, TargetConfig, load_config
 from dflash_core.data import Message, RejectLog, Response, build_responses, read_prompts, read_responses
 from dflash_core.data.drawn import Drawn, draw_requests
 from dflash_core.data.render import user_opening
 from dflash_core.errors import ConfigError, DataError
-from dflash_core.pipeline import run_stage
+from dflash_core.pipeline import generation_by, run_stage
 from dflash_core.plan import Plan
 from dflash_core.retrain.config import load_retrain_config
-from dflash_core.target import load_tokenizer
+from dflash_core.target import TargetModel, load_tokenizer, resolve_target
+from flows.write_prompts import write
 from tests.data import tiny
 from tests.data.tiny import make_config, make_tokenizer
 from tests.tiny_run import write_tiny_run
@@ -51,8 +53,8 @@ class Target:
             yield index, Response((*ids, end), "stop") if "ENDLESS" not in text else Response(tuple(ids), "length")
 
 
-def config_of(limit: int = 12, batch_size: int = 4, **drawn: Any) -> PipelineConfig:
-    generation = {"batch_size": batch_size, "max_new_tokens": 32}
+def config_of(limit: int = 12, batch_size: int = 4, answer_tokens: int = 32, **drawn: Any) -> PipelineConfig:
+    generation = {"batch_size": batch_size, "max_new_tokens": answer_tokens}
     return make_config("target", drawn=drawn, generation=generation, sources=[{"source": "target", "limit": limit}])
 
 
@@ -61,7 +63,7 @@ def draw(folder: Path, config: PipelineConfig, target: Target) -> Drawn:
 
 
 def rows(drawn: Drawn) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in gzip.open(drawn.requests, "rt", encoding="utf-8")]
+    return [json.loads(line) for line in gzip.decompress(drawn.requests.read_bytes()).splitlines()]
 
 
 def first_requests(drawn: Drawn) -> dict[str, str]:
@@ -189,6 +191,46 @@ def test_a_run_draws_answers_and_learns_from_them_and_its_key_says_so(tmp_path: 
         assert Plan(load_config(config, [*overrides, changed])).key("responses") != plan.key("responses")
     without = Plan(load_config(config))
     assert Plan(load_config(config, ["data.drawn.temperature=1.0", "run.seed=2"])).key("responses") == without.key("responses")
+
+
+@pytest.mark.slow
+def test_the_real_target_writes_requests_and_goes_on_after_its_own_answers_whatever_the_batch_size(tmp_path: Path) -> None:
+    info = resolve_target(TargetConfig(model="smollm2-135m-instruct"))
+    target = TargetModel.from_pretrained(info, dtype=torch.float32)
+    generate = generation_by(info, lambda: target)
+    told = [info.digest, info.tokenizer_digest, info.template_digest]
+    drawn: dict[str, Any] = {
+        "temperature": 0.3,
+        "max_new_tokens": 24,
+        "openings": ["What is the capital"],
+        "followed": 0.5,
+        "follow_ups": ["What about"],
+    }
+
+    def drawn_by(limit: int, batch_size: int) -> list[dict[str, Any]]:
+        config = config_of(limit, batch_size, answer_tokens=12, min_new_share=0.0, **drawn)
+        return rows(draw_requests(config, target.tokenizer, generate, tmp_path / str(limit), target=told))
+
+    together = drawn_by(3, 3)
+    assert drawn_by(1, 1) == together[:1]
+    for row in together:
+        said = [message["content"] for message in row["messages"]]
+        assert said[0].startswith("What is the capital of ")
+        assert said[0].endswith("?")
+        assert len(said) == 1 or (said[1] and said[2].startswith("What about"))
+    assert 3 in {len(row["messages"]) for row in together}
+
+
+def test_the_prompts_command_draws_too_and_writes_one_file_with_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_tiny_run(tmp_path)
+    writer = Target(load_tokenizer(str(tmp_path / "target"), False))
+    monkeypatch.setattr(TargetModel, "from_pretrained", lambda *_, **__: SimpleNamespace(answers=writer))
+    overrides = [f"data.sources=[{{source: target, limit: 6}}, {{source: {tmp_path}/prompts.jsonl}}]"]
+    write(config, overrides, tmp_path / "all.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert len(written) == 6 + 32
+    drawn = next((tmp_path / "workspace" / "drawn").glob("*/requests.jsonl.gz"))
+    assert {json.loads(line)["id"] for line in gzip.decompress(drawn.read_bytes()).splitlines()} < {row["id"] for row in written}
 
 
 def test_a_retraining_which_reads_prompts_before_there_is_a_target_refuses_the_source() -> None:
