@@ -14,7 +14,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_core.checks import check_schedule
-from dflash_core.config import GenerationConfig, PipelineConfig, annotated_yaml
+from dflash_core.config import annotated_yaml
 from dflash_core.data import SampleTable, build_responses, write_samples
-from dflash_core.data.drawn import Draw, Drawn, draw_requests, draws
 from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
@@ -50,7 +49,8 @@ from dflash_core.stages import (
     stage_lock,
     write_json_atomic,
 )
-from dflash_core.target import TargetInfo, TargetModel, TargetVocabulary, load_tokenizer, resolve_target
+from dflash_core.target import TargetModel, TargetVocabulary, load_tokenizer, resolve_target
+from dflash_core.target.requests import drawn_requests, generation_by
 from dflash_core.training import WarmUpReport, initial_drafter, train
 from dflash_core.training import warm_up as warm_up_replicas
 from dflash_core.training.checkpoints import BEST
@@ -265,27 +265,6 @@ def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: Met
         answers = drawn.answers if drawn else None
         counts = build_responses(config, tokenizer, source, folder, target_digest=info.digest, answers=answers, progress=progress)
     return {**counts, **(drawn.counts if drawn else {})}
-
-
-def generation_by(info: TargetInfo, load: Callable[[], TargetModel]) -> Draw:
-    """Generation by a target that is loaded when it is first needed."""
-
-    def generate(prompts: list[list[int]], generation: GenerationConfig, /, *, seeds: list[int], stop: Sequence[int] = ()) -> Iterable[Any]:
-        return load().answers(prompts, generation, seeds=seeds, stop=(*info.eos_token_ids, *stop))
-
-    return generate
-
-
-def drawn_requests(config: PipelineConfig, info: TargetInfo, tokenizer: Any, generate: Draw, progress: Progress = no_progress) -> Drawn | None:
-    """The requests of the source 'target', drawn now or before; they stay in the workspace. None if the configuration has no such source.
-
-    Raises:
-        DataError: as ``draw_requests`` does.
-    """
-    if not draws(config):
-        return None
-    target = (info.digest, info.tokenizer_digest, info.template_digest)
-    return draw_requests(config, tokenizer, generate, config.run.workspace / "drawn", target=target, progress=progress)
 
 
 def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from dflash_core.data import write_prompts
-from dflash_core.pipeline import drawn_requests, generation_by
 from dflash_core.retrain.config import load_any_config
 from dflash_core.target import TargetModel, load_tokenizer, resolve_target
+from dflash_core.target.requests import drawn_requests, generation_by
 from flows.one_stage import require_new
 
 

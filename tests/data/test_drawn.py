@@ -18,10 +18,11 @@ from dflash_core.data import Message, RejectLog, Response, build_responses, read
 from dflash_core.data.drawn import Drawn, draw_requests
 from dflash_core.data.render import user_opening
 from dflash_core.errors import ConfigError, DataError
-from dflash_core.pipeline import generation_by, run_stage
+from dflash_core.pipeline import run_stage
 from dflash_core.plan import Plan
 from dflash_core.retrain.config import load_retrain_config
 from dflash_core.target import TargetModel, load_tokenizer, resolve_target
+from dflash_core.target.requests import generation_by
 from flows.write_prompts import write
 from tests.data import tiny
 from tests.data.tiny import make_config, make_tokenizer
