@@ -22,6 +22,7 @@ from dflash_core.drafter.start import shape_differences
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.device import total_memory
 from dflash_core.target.info import TargetInfo
+from dflash_core.target.quantised import missing_packages, quantisation_of
 from dflash_core.target.static import static_cache_bytes
 
 
@@ -133,6 +134,7 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
     else:
         yield from tap_problems(taps, info)
     yield from mask_token_problems(drafter.mask_token_id, info)
+    yield from _quantisation_problems(config, info)
     if config.extraction.teacher == "topk" and config.extraction.teacher_tokens > info.vocab_size:
         message = f"more than the {info.vocab_size} tokens of the target's vocabulary"
         yield Problem("extraction.teacher_tokens", config.extraction.teacher_tokens, message, "Lower it; 32 hold nearly all of the probability")
@@ -182,6 +184,19 @@ def _memory_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
         if wanted > there:
             message = f"keys and values of {rows} x {positions:,} positions take {wanted / 2**30:,.0f} GiB, and {device} has {there / 2**30:,.0f} GiB"
             yield Problem(field, tokens if rows == 1 else rows, message, "Lower evaluation.batch_sizes or max_new_tokens")
+
+
+def _quantisation_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
+    method = quantisation_of(info.path)
+    if method is None:
+        return
+    for field, device in (("target.device", config.target.device), ("evaluation.device", config.evaluation.device)):
+        if missing := missing_packages(method, devices_of(device)[0]):
+            message = f"{info.name} is stored quantised ({method}), which needs {' and '.join(missing)} on this device"
+            yield Problem(field, device, message, f"pip install {' '.join(missing)}, or name the unquantised model")
+    if config.drafter.initial_weights == "target" and config.drafter.initial_checkpoint is None:
+        message = f"the target's layers are stored quantised ({method}), and a drafter cannot begin as one of them"
+        yield Problem("drafter.initial_weights", "target", message, "Set drafter.initial_weights to random")
 
 
 def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:

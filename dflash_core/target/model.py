@@ -28,6 +28,7 @@ from dflash_core.target.device import on_device
 from dflash_core.target.fused import join_projections
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
 from dflash_core.target.packed import PackedDecoder, can_pack
+from dflash_core.target.quantised import quantisation_of
 from dflash_core.target.spread import Stages, place, without_hooks
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
 from dflash_core.target.vocabulary import TargetVocabulary
@@ -108,7 +109,12 @@ class TargetModel:
 
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         devices = devices_of(str(device))
-        device_map, first_layers = place(info, devices, trust_remote_code) if len(devices) > 1 else (None, (0,))
+        device_map: dict[str, str] | None = None
+        first_layers: tuple[int, ...] = (0,)
+        if len(devices) > 1:
+            device_map, first_layers = place(info, devices, trust_remote_code)
+        elif quantisation_of(info.path):
+            device_map = {"": devices[0]}  # packed weights go where they stay at once
         try:
             with _no_progress_bar():
                 model, report = AutoModelForCausalLM.from_pretrained(
@@ -129,6 +135,8 @@ class TargetModel:
                 f"{info.path}: {len(absent)} tensors are missing from the weights or are not of the shape in config.json: {', '.join(absent[:5])}"
                 ". They would be random numbers. Fetch the model again, or correct its config.json."
             )
+        if quantisation_of(info.path):
+            _unpack(model)
         model = model.to(device) if device_map is None else without_hooks(model)
         return cls(model, load_tokenizer(info.path, trust_remote_code), info, devices, first_layers)
 
@@ -354,6 +362,12 @@ class TargetModel:
                 f"{self.info.name} ({self.info.model_type}): its first layer gets something else than its embeddings times "
                 f"{self.info.embedding_scale}. This kind of model is not supported; please report it."
             )
+
+
+@torch.no_grad()
+def _unpack(model: Any) -> None:
+    """Run one token: some kinds of quantised weights (compressed-tensors) are unpacked by the first pass of the whole model, and ours are of parts."""
+    model.eval()(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.get_input_embeddings().weight.device))
 
 
 def _resolve(source: str | Path, trust_remote_code: bool, revision: str | None) -> TargetInfo:

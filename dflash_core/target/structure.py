@@ -59,6 +59,9 @@ def find_structure(model: Any) -> Structure:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise _unsupported(model, "a linear output head without bias", [repr(head)])
+    for what, weight in (("output head", head.weight), ("input embedding", embedding.weight)):
+        if not weight.is_floating_point() or weight.dtype.itemsize < 2 or weight.shape[-1] != text.hidden_size:
+            raise _unsupported(model, f"an {what} that is not quantised", [f"one of {weight.dtype}, {list(weight.shape)}"])
     return Structure(decoder, embedding, layers, layers_name, norms[0], head)
 
 

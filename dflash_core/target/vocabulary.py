@@ -19,6 +19,7 @@ from dflash_core.target.quick import QuickLinear
 from dflash_core.target.weights import StoredTensor, stored_tensors
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
+_FLOATS = ("BF16", "F16", "F32", "F64")  # what is smaller is quantised, and nothing without its scales
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
@@ -88,10 +89,10 @@ class TargetVocabulary:
 def _find(tensors: dict[str, StoredTensor], endings: tuple[str, ...], what: str, info: TargetInfo) -> tuple[str, StoredTensor]:
     """The one tensor of size [V, H] whose name ends in one of the usual ways."""
     shape = (info.vocab_size, info.hidden_size)
-    found = {name: tensor for name, tensor in tensors.items() if name.endswith(endings) and tensor.shape == shape}
+    found = {name: tensor for name, tensor in tensors.items() if name.endswith(endings) and tensor.shape == shape and tensor.dtype in _FLOATS}
     if len(found) != 1:
         raise TargetError(
-            f"{info.path}: expected one tensor of shape {list(shape)} as the {what}, named like {', '.join(endings)}; "
+            f"{info.path}: expected one tensor of shape {list(shape)} and of 16 bits or more as the {what}, named like {', '.join(endings)}; "
             f"found {', '.join(sorted(found)) or 'none'}. "
             "The model is of a kind that is not supported, or its weights are incomplete."
         )

@@ -23,10 +23,11 @@ _CAST = {"F64", "F32", "F16", "BF16"}
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor is: its file and its shape."""
+    """Where a tensor is, its shape, and its type as safetensors calls it ('BF16')."""
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -61,7 +62,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         TargetError: a file is truncated or is not safetensors.
     """
     return {
-        name: StoredTensor(path, tuple(entry["shape"]))
+        name: StoredTensor(path, tuple(entry["shape"]), entry["dtype"])
         for path in weight_files(folder)
         for name, entry in _header(path).items()
         if name != "__metadata__"
