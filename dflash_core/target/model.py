@@ -366,7 +366,7 @@ class TargetModel:
 
 @torch.no_grad()
 def _unpack(model: Any) -> None:
-    """Run one token: some kinds of quantised weights (compressed-tensors) are unpacked by the first pass of the whole model, and ours are of parts."""
+    """Run one token: some kinds of quantised weights (compressed-tensors) are unpacked by the first pass of the whole model; ours are of parts."""
     model.eval()(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.get_input_embeddings().weight.device))
 
 
