@@ -13,7 +13,9 @@ class OracleDrafter:
     """Stands in for a ``DFlashDrafter`` of one request; slot k at anchor a returns the target's final hidden state of position a + k - 1."""
 
     def __init__(self, model: Any, text: list[int], tap_layers: tuple[int, ...], block_size: int, mask_token_id: int = 259):
-        self.config = SimpleNamespace(tap_layers=tap_layers, block_size=block_size, mask_token_id=mask_token_id)
+        self.config = SimpleNamespace(
+            tap_layers=tap_layers, block_size=block_size, mask_token_id=mask_token_id, num_layers=0, num_kv_heads=0, head_dim=0
+        )
         with torch.no_grad():
             self.hidden_BTH = model.base_model(torch.tensor([text])).last_hidden_state
 
