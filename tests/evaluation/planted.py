@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class TellingTarget:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.device, self.dtype, self.info = torch.device("cpu"), torch.float32, INFO
+        self.devices = (self.device,)
+        self.decoder = SimpleNamespace(config=SimpleNamespace(num_kv_shared_layers=1))  # of a kind that is decoded with ``new_cache``
         head_VH = torch.randn(V, H, generator=generator)
         self.vocabulary = TargetVocabulary(head_VH, head_VH, INFO)
         self.codes = [torch.randn(V, H, generator=generator) for _ in range(INFO.num_layers)]  # every layer writes the stride in its own way
