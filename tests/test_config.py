@@ -7,7 +7,9 @@ Rules that need a target, files or data are checked against a target of 8 layers
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from pydantic import ValidationError
@@ -24,9 +26,18 @@ INVALID = sorted((CONFIGS / "invalid").glob("*.yaml"))
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 
 
+@functools.cache
+def plain_folder() -> TemporaryDirectory[str]:
+    """A target's folder which says nothing of how its weights are stored; gone when the tests have ended."""
+    folder = TemporaryDirectory()
+    Path(folder.name, "config.json").write_text("{}")
+    return folder
+
+
 def target_info() -> TargetInfo:
     """A target with what the rules ask about; the rest is empty."""
     known = {
+        "path": plain_folder().name,
         "num_layers": 8, "vocab_size": 1000, "eos_token_ids": (2, 3), "pad_token_id": 0, "bos_token_id": 1, "max_position_embeddings": 8192,
         "num_kv_heads": 2, "head_dim": 64,
     }  # fmt: skip
