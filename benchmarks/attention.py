@@ -1,6 +1,7 @@
 """Attention forward and backward in the DFlash layout: this project's kernels, and flex_attention over layouts of the heads, options and tiles.
 
 python -m benchmarks.attention
+python -m benchmarks.attention --shape 1x16384 --window 2048      # the product's two layouts, with full attention and with a sliding window
 
 Layouts
   grouped   one program owns a tile of keys for all query heads of its group (enable_gqa)
@@ -60,17 +61,25 @@ def attend(layout: str, q_BAQD: Tensor, k_BGXD: Tensor, v_BGXD: Tensor, mask: Bl
     return out_RGQD.transpose(0, 1).flatten(0, 1)[None]
 
 
-def mask_for(layout: str, shape: Shape, anchors_BN: Tensor, documents_BT: Tensor, tile: int = 128) -> BlockMask | IntervalMask:
+def mask_for(layout: str, shape: Shape, anchors_BN: Tensor, documents_BT: Tensor, tile: int = 128, window: int = 0) -> BlockMask | IntervalMask:
     """The mask for a layout; with batched heads the one row is there once for each query head of a group."""
     if layout == "fused":
-        return interval_mask(anchors_BN, documents_BT, shape.S)
+        return interval_mask(anchors_BN, documents_BT, shape.S, window=window)
     if layout == "batched":
         group = shape.heads // shape.kv_heads
         anchors_BN, documents_BT = anchors_BN.repeat(group, 1), documents_BT.repeat(group, 1)
-    return dflash_block_mask(anchors_BN, documents_BT, shape.S, tile)
+    return dflash_block_mask(anchors_BN, documents_BT, shape.S, tile, window=window)
 
 
-def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None = None) -> None:
+def visible_pairs(shape: Shape, anchors_BN: Tensor, window: int) -> float:
+    """Pairs of query and key of all rows, each of which is one document."""
+    if not window:
+        return float((anchors_BN + shape.S).sum()) * shape.S
+    slot = torch.arange(shape.S, device=anchors_BN.device)
+    return float((torch.minimum(anchors_BN[..., None], window - 1 - slot) + slot + 1).sum())
+
+
+def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None = None, window: int = 0) -> None:
     """Forward, and forward with backward, of every variant. On the CPU the forward pass alone, uncompiled: flex_attention has no more there."""
     device = recorder.device
     on_gpu = device.type == "cuda"
@@ -83,14 +92,14 @@ def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None 
     )
     grad = torch.randn_like(q)
     anchors_BN, documents_BT = anchors_of(shape, device)
-    pairs = float((anchors_BN + shape.S).sum()) * shape.S  # visible pairs of query and key, all rows
-    tflop = 4 * pairs * shape.heads * shape.head_dim / 1e12
+    tflop = 4 * visible_pairs(shape, anchors_BN, window) * shape.heads * shape.head_dim / 1e12
     expected: list[Tensor] = []
     for name in names or list(VARIANTS):
         layout, tile, options = VARIANTS[name]
         if (layout == "batched" and shape.B > 1) or (layout == "fused" and not on_gpu):
             continue
-        mask = mask_for(layout, shape, anchors_BN, documents_BT, tile)
+        mask = mask_for(layout, shape, anchors_BN, documents_BT, tile, window)
+        name = f"{name}.window{window}" if window else name
         torch._dynamo.reset()  # or one code object would collect a cache entry for each variant
         run = torch.compile(attend, dynamic=False, fullgraph=True) if on_gpu else attend
 
@@ -118,5 +127,12 @@ def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None 
 
 
 if __name__ == "__main__":
-    options = arguments(__doc__ or "", ["attention"]).parse_args()
-    measure_attention(recorder_for(options), SHAPES[options.shape])
+    parser = arguments(__doc__ or "", ["attention"])
+    parser.add_argument("--window", type=int, help="measure the two layouts that the product has, without a sliding window and with this one")
+    options = parser.parse_args()
+    recorder, shape = recorder_for(options), SHAPES[options.shape]
+    if options.window is None:
+        measure_attention(recorder, shape)
+    else:
+        for window in (0, options.window):
+            measure_attention(recorder, shape, ["batched", "fused"], window)

@@ -5,7 +5,7 @@ python -m benchmarks.step --sections step profile --shape 4x3072
 python -m benchmarks.step --sections step --variants product host
 
 The variant ``product`` is recorded as ``step.bf16.<shape>``, ``fp8`` as ``step.fp8.<shape>``, the others with their name as suffix. Rows
-lie on the GPU, except in ``host``. The section ``profile`` takes the first variant.
+lie on the GPU, except in ``host``; in ``windows`` all layers but the last see an eighth of the row. The section ``profile`` takes the first variant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import gc
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {"training": {"optimizer": "muon"}},
     "checkpointing": {"training": {"activation_checkpointing": True}},
     "fp8": {"training": {"precision": "fp8"}},
+    "windows": {},
 }
 LEARNING_RATE = 6e-4
 
@@ -92,6 +93,8 @@ class Step:
             "queue_rows": 2 * shape.B, "precision": "bfloat16", **settings.get("training", {}),
         }  # fmt: skip
         drafter = drafter_config(shape)
+        if variant == "windows":
+            drafter = replace(drafter, sliding_window=shape.T // 8, sliding_layers=tuple(range(drafter.num_layers - 1)))
         config = parse_config(
             {
                 "target": {"model": shape.name},

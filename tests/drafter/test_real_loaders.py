@@ -32,6 +32,8 @@ from dflash_core.target import TargetModel
 from tests.target.tiny import save_tiny_target, tiny_model
 
 MASK, TAPS, BLOCK = 259, (0, 2), 4
+WINDOWS = {"sliding_window": 21, "full_attention_layers": (1,)}  # one layer of each kind, and texts that are longer
+both_kinds = pytest.mark.parametrize("served", [{}, WINDOWS], indirect=True, ids=["full", "windows"])
 SPECULATORS = ["speculators==0.9.0", "loguru==0.7.3", "openai==3.57.0", "distro==1.9.0", "jiter==0.19.0", "hs-connectors==0.9.0"]
 ZLAB = ("dflash==0.1.0", "dflash/model.py", "f55b7fe0a4c0b3073e0f9cdce547cce29f4b8e2168c4d2818760007c43b7651e")
 SGLANG = ("sglang==0.5.23", "sglang/srt/speculative/dflash_utils.py", "72270b7d4e01012e4b0d04b283db0f57120be37ea0c94c820056ad9a5a9a0d5a")
@@ -40,13 +42,13 @@ SGLANG = ("sglang==0.5.23", "sglang/srt/speculative/dflash_utils.py", "72270b7d4
 class Served:
     """A tiny target on disk that says five words only, so that drafts are accepted now and then, and a drafter exported for it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **window: Any):
         self.target_folder, self.folder = save_tiny_target("llama", folder / "target"), folder / "drafter"
         model = tiny_model("llama")
         model.lm_head.weight.data[5:] = model.lm_head.weight.data[0]  # ties go to token 0
         model.save_pretrained(self.target_folder)
         self.target = TargetModel.from_pretrained(str(self.target_folder), dtype=torch.float32)
-        settings = DrafterConfig(num_layers=2, tap_layers=TAPS, block_size=BLOCK, mask_token_id=MASK)
+        settings = DrafterConfig(num_layers=2, tap_layers=TAPS, block_size=BLOCK, mask_token_id=MASK, **window)
         drafter = DFlashDrafter(DFlashConfig.from_target(self.target.info, settings)).init_weights(1)
         with torch.no_grad():
             for parameter in drafter.parameters():
@@ -57,8 +59,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(tmp_path_factory.mktemp("served"))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("served"), **getattr(request, "param", {}))
 
 
 @functools.cache
@@ -102,6 +104,7 @@ def loaded(request: pytest.FixtureRequest, served: Served) -> Any:
     return drafter.eval()
 
 
+@both_kinds
 def test_transformers_classes_read_the_same_settings_and_compute_the_same_hidden_states(served: Served, loaded: Any) -> None:
     assert (loaded.block_size, loaded.mask_token_id, tuple(loaded.target_layer_ids)) == (BLOCK, MASK, TAPS)
     generator = torch.Generator().manual_seed(0)
@@ -115,18 +118,21 @@ def test_transformers_classes_read_the_same_settings_and_compute_the_same_hidden
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+@both_kinds
 def test_what_transformers_classes_save_comes_back_as_the_drafter_it_was(served: Served, loaded: Any, tmp_path: Path) -> None:
     loaded.save_pretrained(tmp_path / "saved")
     comes_back(served, tmp_path / "saved", tmp_path / "back")
 
 
+@both_kinds
 def test_transformers_classes_generate_our_text_in_as_many_passes_of_the_target(served: Served, loaded: Any) -> None:
     """The passes are as many only if every draft was accepted alike: taps, mask token, positions and cache agree."""
     target = AutoModelForCausalLM.from_pretrained(served.target_folder, dtype=torch.float32).eval()
     passes = []
     target.register_forward_hook(lambda *_: passes.append(1))
     saved = 0
-    for prompt in ([257, 40, 41, 7], [257, 99, 3], [257, 8]):
+    prompts = ([257, 40, 41, 7], [257, 99, 3], [257, 8])
+    for prompt in prompts[: 1 if served.drafter.config.sliding_layers else 3]:
         ours = speculative_generate(served.target, served.drafter, prompt, max_new_tokens=40, block_size=BLOCK, stop_ids=())
         passes.clear()
         try:
@@ -260,6 +266,7 @@ def sglang_parser() -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
+@both_kinds
 def test_sglangs_own_parser_reads_layers_block_and_mask_token(served: Served, sglang_parser: ModuleType) -> None:
     from transformers import AutoConfig
 
@@ -268,7 +275,9 @@ def test_sglangs_own_parser_reads_layers_block_and_mask_token(served: Served, sg
         assert parsed.resolve_target_layer_ids(target_num_layers=4) == list(TAPS)
         assert (parsed.resolve_block_size(), parsed.mask_token_id, parsed.num_hidden_layers, parsed.num_target_layers) == (BLOCK, MASK, 2, 4)
         assert (parsed.output_multiplier, parsed.projector_type, parsed.attention_sink_bias) == (1.0, None, False)
-        assert sglang_parser.get_dflash_attention_sliding_window_size(config) is None
+        windowed = bool(served.drafter.config.sliding_layers)
+        assert list(sglang_parser.get_dflash_layer_types(config)) == served.drafter.config.layer_types
+        assert sglang_parser.get_dflash_attention_sliding_window_size(config) == (WINDOWS["sliding_window"] - 1 if windowed else None)
         assert not sglang_parser.is_nemotron_35_draft_config(config)
 
 
