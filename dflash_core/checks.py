@@ -22,7 +22,7 @@ from dflash_core.drafter.start import shape_differences
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.device import total_memory
 from dflash_core.target.info import TargetInfo
-from dflash_core.target.quantised import missing_packages, quantisation_of
+from dflash_core.target.quantised import missing_packages
 from dflash_core.target.static import static_cache_bytes
 
 
@@ -187,7 +187,7 @@ def _memory_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
 
 
 def _quantisation_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
-    method = quantisation_of(info.path)
+    method = info.quantisation
     if method is None:
         return
     for field, device in (("target.device", config.target.device), ("evaluation.device", config.evaluation.device)):

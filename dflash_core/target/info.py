@@ -14,6 +14,7 @@ from typing import Any
 
 from dflash_core.config import TargetConfig, digest_of
 from dflash_core.errors import TargetError
+from dflash_core.target.quantised import quantisation_of
 from dflash_core.target.weights import cached_sha256, stored_tensors
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -34,6 +35,7 @@ class TargetInfo:
     embedding_scale:  factor on the embeddings before the first layer (Gemma: sqrt(hidden_size)), 1.0 for most
     logit_softcap:    c of c·tanh(logits / c); None for most
     logit_scale:      factor on the head's output, 1.0 for most
+    quantisation:     how the weights are stored ('fp8', 'gptq', …); None where they are plain
     """
 
     name: str
@@ -62,6 +64,7 @@ class TargetInfo:
     embedding_scale: float
     logit_softcap: float | None
     logit_scale: float
+    quantisation: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -114,6 +117,7 @@ def read_target_info(
         embedding_scale=_embedding_scale(text),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         logit_scale=_logit_scale(text),
+        quantisation=quantisation_of(folder),
     )
 
 

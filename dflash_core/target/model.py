@@ -28,7 +28,6 @@ from dflash_core.target.device import on_device
 from dflash_core.target.fused import join_projections
 from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
 from dflash_core.target.packed import PackedDecoder, can_pack
-from dflash_core.target.quantised import quantisation_of
 from dflash_core.target.spread import Stages, place, without_hooks
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
 from dflash_core.target.vocabulary import TargetVocabulary
@@ -113,7 +112,7 @@ class TargetModel:
         first_layers: tuple[int, ...] = (0,)
         if len(devices) > 1:
             device_map, first_layers = place(info, devices, trust_remote_code)
-        elif quantisation_of(info.path):
+        elif info.quantisation:
             device_map = {"": devices[0]}  # packed weights go where they stay at once
         try:
             with _no_progress_bar():
@@ -135,7 +134,7 @@ class TargetModel:
                 f"{info.path}: {len(absent)} tensors are missing from the weights or are not of the shape in config.json: {', '.join(absent[:5])}"
                 ". They would be random numbers. Fetch the model again, or correct its config.json."
             )
-        if quantisation_of(info.path):
+        if info.quantisation:
             _unpack(model)
         model = model.to(device) if device_map is None else without_hooks(model)
         return cls(model, load_tokenizer(info.path, trust_remote_code), info, devices, first_layers)
