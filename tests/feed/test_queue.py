@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dflash_core.feed import Feed, FeedClosedError, Row, loaders_of
+from tests.waiting import PATIENCE_S, ended, eventually
 
 EMPTY = torch.empty(0)
 
@@ -57,11 +58,11 @@ def train(
             for m in range(accumulation):
                 time.sleep(pause(replica, step))
                 taken[step, m, replica] = [row.ordinal for row in feed.take(replica, step * accumulation + m)]
-            meeting.wait(20)
+            meeting.wait(PATIENCE_S)
 
     futures = [start(lambda replica=replica: replica_loop(replica)) for replica in range(replicas)]
     for future in futures:
-        future.result(30)
+        future.result(PATIENCE_S)
     return taken
 
 
@@ -107,11 +108,11 @@ def test_rows_are_loaded_ahead_up_to_the_bound_and_no_further() -> None:
     source = Numbers()
     with Feed(loaders_of(source), replicas=1, rows_per_microstep=1, queue_rows=5, start_ordinal=0, stop_ordinal=100) as feed:
         assert eventually(lambda: feed.depth == 5)
-        time.sleep(0.05)
+        time.sleep(0.05)  # for what must not happen: too short on a slow machine, it would go unseen there
         assert sorted(source.made) == [0, 1, 2, 3, 4]
         feed.take(0, 0)
         assert eventually(lambda: feed.depth == 5)
-        assert sorted(source.made) == [0, 1, 2, 3, 4, 5]
+    assert sorted(source.made) == [0, 1, 2, 3, 4, 5]
 
 
 def test_one_replica_may_run_ahead_within_a_step_while_another_has_not_begun() -> None:
@@ -122,16 +123,16 @@ def test_one_replica_may_run_ahead_within_a_step_while_another_has_not_begun() -
 
 def test_closing_wakes_everyone_who_waits_even_while_a_loader_is_stuck() -> None:
     release = threading.Event()
-    source = Numbers(delay=lambda ordinal: release.wait(20) and 0.0)
+    source = Numbers(delay=lambda ordinal: release.wait() and 0.0)
     feed = Feed(loaders_of(source), replicas=4, rows_per_microstep=1, queue_rows=8, start_ordinal=0, stop_ordinal=80)
     waiting = [start(lambda replica=replica: feed.take(replica, 0)) for replica in range(4)]
-    time.sleep(0.05)
+    assert eventually(lambda: len(feed._row_came._waiters) == 4)  # type: ignore[attr-defined]
     closing = start(feed.close)
-    outcomes = [future.exception(timeout=5) for future in waiting]
+    outcomes = [future.exception(timeout=PATIENCE_S) for future in waiting]
     assert not release.is_set()
     assert all(isinstance(outcome, FeedClosedError) for outcome in outcomes)
     release.set()
-    closing.result(5)
+    closing.result(PATIENCE_S)
     with pytest.raises(FeedClosedError):
         feed.take(0, 0)
     feed.close()
@@ -142,7 +143,7 @@ def test_closing_ends_the_loaders_whether_they_wait_for_room_or_are_done() -> No
         feed = Feed(loaders_of(Numbers(), 3), replicas=1, rows_per_microstep=1, queue_rows=2, start_ordinal=0, stop_ordinal=stop)
         assert eventually(lambda feed=feed: feed.depth == 2)
         feed.close()
-        assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("loader ")])
+        assert ended("loader ")
         assert feed.depth == 0
 
 
@@ -163,7 +164,7 @@ def test_what_a_loader_raises_reaches_every_replica_with_its_own_traceback() -> 
                 feed.take(replica, m)
 
         futures = [start(lambda replica=replica: loop(replica)) for replica in range(4)]
-        errors = [future.exception(timeout=5) for future in futures]
+        errors = [future.exception(timeout=PATIENCE_S) for future in futures]
         for error in errors:
             assert isinstance(error, OSError)
             text = "".join(traceback.format_exception(error))
@@ -219,16 +220,6 @@ def test_a_taken_row_is_let_go_of() -> None:
         del rows
         gc.collect()
         assert reference() is None
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Wait until a condition holds; False after ten seconds."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 @pytest.mark.parametrize(("R", "b"), [(2, 1), (3, 2)])

@@ -20,8 +20,10 @@ import torch
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.shards import ShardDataset
 from dflash_core.training import evaluator, train, trainer
+from dflash_core.training.evaluation_thread import EvaluationThread
 from dflash_core.training.replica import Replica
 from tests.training.small import INFO, config, make_shards, vocabulary
+from tests.waiting import eventually
 
 STEPS = 8
 
@@ -45,6 +47,7 @@ def main(workspace: Path, replicas: int) -> None:
 
 def in_child(workspace: Path, name: str, replicas: int, moment: tuple[str, int] | None, *, evaluate: bool = False) -> int:
     def work() -> None:
+        wait_for_the_evaluator()
         if moment is not None:
             kill_at(*moment, replicas - 1)
         dataset = ShardDataset(workspace / "shards")
@@ -76,8 +79,19 @@ def child(work: Any) -> int:
     return os.waitpid(process, 0)[1]
 
 
-def kill_at(what: str, count: int, replica: int) -> None:
-    """SIGKILL this process at the ``count``-th micro-step of a replica's worker, or at the ``count``-th call of another function."""
+def wait_for_the_evaluator() -> None:
+    """From here on the trainer goes no step further while something is being judged, so that which steps are evaluated does not depend on time."""
+    original = EvaluationThread.offer
+
+    def offer(self: EvaluationThread, step: int) -> None:
+        original(self, step)
+        assert eventually(lambda: self._step is None or not self._goes_on())
+
+    EvaluationThread.offer = offer  # type: ignore[method-assign]
+
+
+def kill_at(what: str, count: int, replica: int, first: Callable[[], object] = lambda: None) -> None:
+    """SIGKILL this process at the ``count``-th micro-step of a replica's worker, or at the ``count``-th call of another function, after ``first``."""
     seen = 0
     owner: Any = {"micro_step": Replica, "fsync": os, "save_best": evaluator, "add_evaluation": trainer.MetricLog}.get(what, trainer)
     original = getattr(owner, what)
@@ -87,6 +101,7 @@ def kill_at(what: str, count: int, replica: int) -> None:
         if what != "micro_step" or (arguments[0].index == replica and threading.current_thread() is not threading.main_thread()):
             seen += 1
             if seen == count:
+                first()
                 os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments)
 

@@ -15,12 +15,14 @@ from typing import Any
 from dflash_core import __main__ as core
 from dflash_core.training.replica import Replica
 from tests.training.kill_child import kill_at
+from tests.waiting import eventually
 
 
 def run(how: str, count: int, words: list[str]) -> int:
     """The core's exit status. ``how``: whether the replica of rank 1 is to 'kill' its process, to 'fail' or to do neither, and ``count`` when."""
+    stages = Path(words[-1].removeprefix("run.workspace=")) / "stages"
     if how == "kill" and os.environ["RANK"] == "1":
-        kill_at("micro_step", count, 1)
+        kill_at("micro_step", count, 1, first=lambda: eventually(lambda: list(stages.glob("train-*/checkpoints/step-*"))))
     if how == "fail" and os.environ["RANK"] == "1":
         original, left = Replica.micro_step, iter(range(count + 2, 0, -1))  # warm-up takes two
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from dflash_core.config import ExtractionConfig, PipelineConfig, parse_config
@@ -16,7 +17,7 @@ from dflash_core.drafter import default_tap_layers, sample_anchors
 from dflash_core.feed import Row, loaders_of
 from dflash_core.shards import ShardDataset, extract
 from dflash_core.target import TargetInfo, TargetVocabulary
-from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession
+from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, trainer
 from dflash_core.training.session import WarmUpReport, config_settings, warm_up_source
 
 H, V, TAPS, ROW_LENGTH = 64, 256, 2, 48
@@ -112,7 +113,7 @@ def make_shards(folder: Path, info: TargetInfo = INFO) -> ShardDataset:
 def config(replicas: int = 2, **training: Any) -> PipelineConfig:
     settings: dict[str, Any] = {
         "devices": ["cpu"] * replicas, "row_length": ROW_LENGTH, "num_anchors": 6, "max_steps": 6, "learning_rate": 3e-3, "precision": "float32",
-        "checkpoint_every": 2, "compare_replicas_every": 2, "stall_timeout_s": 30.0, "queue_rows": 8, "weight_decay": 0.01,
+        "checkpoint_every": 2, "compare_replicas_every": 2, "stall_timeout_s": 300.0, "queue_rows": 8, "weight_decay": 0.01,
     }  # fmt: skip
     objective, drafter, extraction = (training.pop(section, {}) for section in ("objective", "drafter", "extraction"))
     return parse_config(
@@ -154,3 +155,16 @@ def losses(folder: Path) -> list[float]:
 
 def final_weights(folder: Path) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
+
+
+def stall_once(monkeypatch: pytest.MonkeyPatch, stuck: Callable[[str], object]) -> None:
+    """Shorten the patience of the trainer to 0.2 s once ``stuck`` says so of "who waits for what": before, a slow machine is no stall."""
+    original = trainer._Supervisor._check_progress
+
+    def check(self: trainer._Supervisor) -> None:
+        if stuck(self._who_waits_for_what()):
+            self._stall_timeout_s = 0.2
+        original(self)
+
+    monkeypatch.setattr(trainer._Supervisor, "_check_progress", check)
+    monkeypatch.setattr(trainer, "_ABORT_GRACE_S", 0.5)  # who is stuck does not end

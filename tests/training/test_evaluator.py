@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.errors import LateCompilationError, TrainingError
 from dflash_core.feed import loaders_of
 from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, WarmUpReport, checkpoints, read_metrics
+from dflash_core.training.evaluation_thread import EvaluationThread
 from dflash_core.training.evaluator import Snapshot
 from dflash_core.training.replica import Replica
 from dflash_core.training.session import config_settings, warm_up_source
-from tests.training.small import INFO, SmallRows, config, final_weights, run, vocabulary
+from tests.training.kill_child import wait_for_the_evaluator
+from tests.training.small import INFO, SmallRows, config, final_weights, run, stall_once, vocabulary
+from tests.waiting import ended, eventually
 
 
 class Judge:
@@ -70,25 +72,10 @@ def evaluations(folder: Path) -> dict[int, float]:
     return {int(record["step"]): record["eval/acceptance_length"] for record in read_metrics(folder / "evaluations.jsonl")}
 
 
-def waits_for(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 20
-    while not (folder / "checkpoints" / f"step-{step:08d}").is_dir() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def evaluator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer goes no step further while something is being judged, so that which steps are evaluated does not depend on time."""
-    from dflash_core.training.evaluation_thread import EvaluationThread
-
-    original = EvaluationThread.offer
-
-    def offer(self: EvaluationThread, step: int) -> None:
-        original(self, step)
-        while self._step is not None and self._goes_on():
-            time.sleep(0.002)
-
-    monkeypatch.setattr(EvaluationThread, "offer", offer)
+    monkeypatch.setattr(EvaluationThread, "offer", EvaluationThread.offer)  # so that it is put back
+    wait_for_the_evaluator()
 
 
 @pytest.mark.usefixtures("evaluator_is_waited_for")
@@ -112,7 +99,8 @@ def test_a_slow_evaluator_costs_evaluations_and_not_steps_and_sees_the_weights_o
     calm = tmp_path / "calm"
     run(config(checkpoint_every=1, keep_checkpoints=9, max_steps=8), calm)
     folder = tmp_path / "slow"
-    judge = Judge(work=lambda number: waits_for(folder, 7) if number == 1 else None)  # of step 2: while steps 3 to 7 go on
+    seventh = folder / "checkpoints" / "step-00000007"
+    judge = Judge(work=lambda number: eventually(seventh.is_dir) if number == 1 else None)  # of step 2: while steps 3 to 7 go on
     evaluated(judge, folder, settings(checkpoint_every=1, max_steps=8))
     assert final_weights(folder) == final_weights(calm)
     assert [step for step in evaluations(folder) if step < 8] == [0, 2]
@@ -189,10 +177,11 @@ def test_a_late_compilation_in_the_evaluator_is_refused_and_named(tmp_path: Path
         DrafterTrainer(session).run()
 
 
-def test_an_evaluator_that_hangs_at_the_end_is_a_stall_that_names_it(tmp_path: Path) -> None:
+def test_an_evaluator_that_hangs_at_the_end_is_a_stall_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    judge = Judge(work=lambda number: released.wait(20) if number == 1 else None)
-    _, session = warmed(judge, tmp_path, settings(max_steps=3, stall_timeout_s=1.0))
+    judge = Judge(work=lambda number: released.wait() if number == 1 else None)
+    stall_once(monkeypatch, lambda who: "replica 0 (cpu) waits for the evaluator" in who and "evaluator evaluates step 2" in who)
+    _, session = warmed(judge, tmp_path, settings(max_steps=3))
     try:
         with pytest.raises(TrainingError, match="evaluator evaluates step 2"):
             DrafterTrainer(session).run()
@@ -209,7 +198,7 @@ def test_a_failing_worker_does_not_leave_the_evaluator_behind(tmp_path: Path, mo
     monkeypatch.setattr(Replica, "micro_step", fail)
     with pytest.raises(ValueError, match="broken"):
         DrafterTrainer(session).run()
-    assert not any(thread.name == "evaluator" for thread in threading.enumerate())
+    assert ended("evaluator", "replica")
 
 
 def test_a_snapshot_for_another_precision_is_a_copy_in_it(tmp_path: Path) -> None:

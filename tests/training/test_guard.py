@@ -8,6 +8,7 @@ from torch._dynamo.callback import callback_handler
 
 from dflash_core.errors import LateCompilationError
 from dflash_core.training.guard import CompileGuard, compiled_graphs, own_code, prepare_for_threads
+from tests.waiting import PATIENCE_S
 
 
 def scale(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ def in_thread(work: Callable[[], object], guard: CompileGuard, name: str = "late
 
     thread = threading.Thread(target=run, name=name)
     thread.start()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     return caught[0] if caught else None
 
 
@@ -110,9 +111,9 @@ def test_while_one_thread_is_refused_the_others_go_on_with_what_is_compiled() ->
 
         thread = threading.Thread(target=steps)
         thread.start()
-        go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         errors = [in_thread(lambda: bad(*arguments(rows=5)), guard) for _ in range(5)]
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert len(done) == 60
     assert all(isinstance(error, LateCompilationError) for error in errors)
     assert len(guard.refused) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,10 @@ from dflash_core.estimate import estimate
 from dflash_core.pipeline import run_stage
 from dflash_core.plan import ONLINE, Plan
 from dflash_core.target import TargetModel
-from dflash_core.training import read_metrics, trainer
+from dflash_core.training import read_metrics
 from tests.tiny_run import ON_DISK, STEPS, run_all, write_tiny_run
-from tests.training.small import losses
+from tests.training.small import losses, stall_once
+from tests.waiting import ended, eventually
 
 ALONE = "extraction.batch_tokens=1"  # each sample in a pass of its own, wherever it is run
 ONLINE_ALONE = ["training.feed=online", "training.target_devices=[cpu, cpu]", ALONE]
@@ -91,31 +93,40 @@ def test_a_dying_target_ends_all_promptly_and_the_same_run_goes_on_to_the_same_w
     config: Path, from_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = ["training.checkpoint_every=2", "training.queue_rows=2"]
+    folder = online(config, 2).folder("train")
 
     def die() -> None:
+        assert eventually(lambda: list(folder.glob("checkpoints/step-*")))
         raise SystemExit("the target is gone")
 
     with monkeypatch.context() as patched:
-        plant(patched, 12, die)
+        plant(patched, 16, die)  # of the fifth row or a later one, so that two steps have theirs
         with pytest.raises(SystemExit, match="the target is gone") as caught:
             run_stage(online(config, 2, *changes), "train")
     assert any("In target " in note and "(cpu), while it makes row" in note for note in caught.value.__notes__)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("target", "replica"))]
-    folder = online(config, 2).folder("train")
+    assert ended("target", "replica")
     steps = [json.loads((path / "state.json").read_text())["state"]["step"] for path in (folder / "checkpoints").iterdir()]
     assert 0 < max(steps) < STEPS
     assert outcome(run_stage(online(config, 2, *changes), "train").folder) == outcome(from_shards)
 
 
 def test_a_stalled_target_ends_the_run_and_is_named(config: Path, from_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    released = threading.Event()
-    monkeypatch.setattr(trainer, "_ABORT_GRACE_S", 0.5)
-    plant(monkeypatch, 12, lambda: released.wait(30))
+    released, stuck = threading.Event(), threading.Event()
+    plant(monkeypatch, 12, lambda: (stuck.set(), released.wait()))
+
+    def everybody_waits(who: str) -> bool:
+        """For the row that is being made: whoever needs it waits for it, and the other replica waits for that one."""
+        steps = re.findall(r"replica \d \(cpu\) waits for the (?:rows of micro-step 0|other replicas) (?:of|in) step (\d+)", who)
+        rows = re.findall(r"target \d \(cpu\) makes row (\d+)", who)
+        return stuck.is_set() and len(rows) == 1 and steps == [str(int(rows[0]) // 2 + 1)] * 2
+
+    stall_once(monkeypatch, everybody_waits)
     try:
-        with pytest.raises(TrainingError, match=r"stall_timeout_s = 2 seconds: replica 0 .* waits .*; target \d \(cpu\) makes row \d+, since"):
-            run_stage(online(config, 3, "training.stall_timeout_s=2.0"), "train")
+        with pytest.raises(TrainingError, match=r"stall_timeout_s = 0.2 seconds: replica 0 .* waits .*; target \d \(cpu\) makes row \d+, since"):
+            run_stage(online(config, 3, "training.stall_timeout_s=300"), "train")
     finally:
         released.set()
+    assert ended("target", "replica")
 
 
 def test_a_target_that_compiles_after_warm_up_is_refused(config: Path, from_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from dflash_core.training import read_metrics, train, warm_up
 from dflash_core.training.checkpoints import read_best
 from dflash_core.training.session import initial_drafter
 from tests.training.small import INFO, config, final_weights, losses, make_shards, vocabulary
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -26,7 +27,7 @@ def test_after_kills_at_any_moment_the_final_weights_are_those_of_an_undisturbed
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("killed") == 10, done.stdout

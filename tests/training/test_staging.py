@@ -1,9 +1,7 @@
 """Staging with real threads on the CPU: what is copied, when, and who waits. Streams and events are stand-ins that note what is asked of them."""
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +13,7 @@ from dflash_core.errors import TrainingError
 from dflash_core.feed import Feed, FeedClosedError, collate, loaders_of
 from dflash_core.training.staging import SLOTS, StagedBatches, Staging
 from tests.training.small import SmallRows
+from tests.waiting import ended, eventually
 
 CPU = torch.device("cpu")
 calls: list[str] = []
@@ -51,11 +50,8 @@ def staged(source: Any, steps: int = 8, rows: int = 2) -> tuple[Feed, StagedBatc
     return feed, StagedBatches(feed, 0, staging, 0, steps, "replica 0 (cpu)")
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
+def staged_batches() -> int:
+    return len([call for call in calls if call.startswith("record copied")])
 
 
 def test_every_batch_arrives_whole_and_stays_until_it_is_released() -> None:
@@ -63,8 +59,8 @@ def test_every_batch_arrives_whole_and_stays_until_it_is_released() -> None:
     for microstep in range(8):
         batch = batches.take(microstep)
         expected = collate([SmallRows().row(2 * microstep + b) for b in range(2)])
-        if microstep % 3 == 0:
-            time.sleep(0.05)  # the stager is ahead by now
+        if microstep % 3 == 0 and microstep < 7:  # the stager is as far ahead as it can be
+            assert eventually(lambda filled=microstep + SLOTS: staged_batches() == min(8, filled))
         assert batch.tensors.keys() == expected.tensors.keys()
         assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in batch.tensors.items())
         batches.release()
@@ -73,13 +69,14 @@ def test_every_batch_arrives_whole_and_stays_until_it_is_released() -> None:
 
 def test_it_keeps_as_far_ahead_as_it_has_slots_and_no_further() -> None:
     feed, batches = staged(SmallRows())
-    assert within(5, lambda: calls.count("record copied0") + calls.count("record copied1") == SLOTS)
-    time.sleep(0.05)
-    assert len([call for call in calls if call.startswith("record copied")]) == SLOTS
+    assert eventually(lambda: staged_batches() == SLOTS)
+    time.sleep(0.05)  # for what must not happen: too short on a slow machine, it would go unseen there
+    assert staged_batches() == SLOTS
     batches.take(0)
-    assert not within(0.05, lambda: calls.count("record copied0") == 2)  # taken, and still read
+    time.sleep(0.05)
+    assert calls.count("record copied0") == 1  # taken, and still read
     batches.release()
-    assert within(5, lambda: calls.count("record copied0") == 2)
+    assert eventually(lambda: calls.count("record copied0") == 2)
     batches.close()
     feed.close()
 
@@ -88,7 +85,7 @@ def test_pinned_memory_waits_for_its_copy_and_the_device_for_the_step_that_reads
     feed, batches = staged(SmallRows(), steps=3)
     batches.take(0)
     batches.release()
-    assert within(5, lambda: calls.count("record copied0") == 2)
+    assert eventually(lambda: calls.count("record copied0") == 2)
     of_first_slot = [call for call in calls if call.endswith("0")]
     assert of_first_slot == [
         "synchronize copied0", "wait for used0", "record copied0",  # batch 0 is staged
@@ -119,10 +116,10 @@ def test_a_failing_source_and_a_closed_feed_reach_whoever_waits() -> None:
 
 def test_closing_ends_the_thread_although_no_slot_comes_free() -> None:
     feed, batches = staged(SmallRows())
-    assert within(5, lambda: len([call for call in calls if call.startswith("record copied")]) == SLOTS)
+    assert eventually(lambda: staged_batches() == SLOTS)
     batches.close()
     feed.close()
-    assert within(5, lambda: not any(thread.name.startswith("rows of") for thread in threading.enumerate()))
+    assert ended("rows of")
 
 
 def test_a_row_of_another_shape_is_refused_with_both_shapes() -> None:

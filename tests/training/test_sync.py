@@ -9,6 +9,7 @@ import torch
 from dflash_core.errors import TrainingError
 from dflash_core.training.meeting import InterruptedByOthers
 from dflash_core.training.sync import GradientSync, Tail, compare, connect
+from tests.waiting import PATIENCE_S, eventually
 
 
 def in_threads(syncs: list[GradientSync], work: Callable[[GradientSync], object], stagger: float = 0.0) -> list[object]:
@@ -25,7 +26,7 @@ def in_threads(syncs: list[GradientSync], work: Callable[[GradientSync], object]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     return results
 
@@ -108,8 +109,9 @@ def test_an_aborted_meeting_sends_home_who_waits_and_who_comes_later() -> None:
 
     thread = threading.Thread(target=wait_in_vain, daemon=True)
     thread.start()
+    assert eventually(lambda: syncs[0].meeting._barrier.n_waiting == 1)
     syncs[2].meeting.abort()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert len(results) == 1
     with pytest.raises(InterruptedByOthers):
         syncs[1].all_reduce(torch.zeros(4))

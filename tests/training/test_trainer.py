@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ import pytest
 import torch
 
 from dflash_core.errors import CheckpointError, ConfigError, LateCompilationError, TrainingError, WarmUpError
-from dflash_core.training import DrafterTrainer, TrainingSession, trainer
+from dflash_core.training import DrafterTrainer, TrainingSession
+from dflash_core.training.metrics import MetricLog
 from dflash_core.training.replica import Replica
-from tests.training.small import SmallRows, config, final_weights, losses, run, warm_up
+from tests.training.small import SmallRows, config, final_weights, losses, run, stall_once, warm_up
+from tests.waiting import PATIENCE_S, ended
 
 
 def in_thread(work: Callable[[], object]) -> BaseException | None:
@@ -29,12 +30,8 @@ def in_thread(work: Callable[[], object]) -> BaseException | None:
 
     thread = threading.Thread(target=call, name="task runner")
     thread.start()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     return caught[0] if caught else None
-
-
-def no_workers_left() -> bool:
-    return not any(thread.name.startswith("replica") for thread in threading.enumerate())
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, replica: int, step: int, fault: Callable[[Replica], None]) -> None:
@@ -66,7 +63,7 @@ def test_training_learns_and_leaves_final_weights_metrics_and_facts(tmp_path: Pa
     assert "accuracy_slot_0" not in seen[-1][1]
     assert (tmp_path / "training.json").is_file()
     assert torch.get_num_threads() == threads
-    assert no_workers_left()
+    assert ended("replica")
 
 
 def test_off_the_main_thread_warm_up_and_training_refuse(tmp_path: Path) -> None:
@@ -119,7 +116,7 @@ def test_a_dying_worker_ends_all_promptly_with_its_own_traceback(tmp_path: Path,
         run(config(max_steps=20), tmp_path)
     assert any(entry.name == "die_of_something_odd" for entry in caught.traceback)
     assert any("replica 1 (cpu), step 4" in note for note in caught.value.__notes__)
-    assert no_workers_left()
+    assert ended("replica")
 
 
 def test_a_failing_source_of_rows_surfaces_with_its_own_traceback(tmp_path: Path) -> None:
@@ -132,22 +129,26 @@ def test_a_failing_source_of_rows_surfaces_with_its_own_traceback(tmp_path: Path
     with pytest.raises(OSError, match="the disk is gone") as caught:
         run(config(), tmp_path, Broken())
     assert any(entry.name == "row" for entry in caught.traceback)
-    assert no_workers_left()
+    assert ended("replica")
 
 
 def test_a_stalled_worker_ends_the_run_and_everyone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    released = threading.Event()
-    monkeypatch.setattr(trainer, "_ABORT_GRACE_S", 0.5)
-    plant(monkeypatch, replica=1, step=2, fault=lambda replica: released.wait(20))
-    _, session = warm_up(config(stall_timeout_s=1.0), tmp_path)
+    released, zero, one = (
+        threading.Event(),
+        "replica 0 (cpu) waits for the other replicas in step 3",
+        "replica 1 (cpu) computes micro-step 0 of step 3",
+    )
+    plant(monkeypatch, replica=1, step=2, fault=lambda replica: released.wait())
+    stall_once(monkeypatch, lambda who: zero in who and one in who)
+    _, session = warm_up(config(), tmp_path)
     try:
         with pytest.raises(TrainingError) as caught:
             DrafterTrainer(session).run()
     finally:
         released.set()
-    assert "No step has finished for training.stall_timeout_s = 1 seconds" in str(caught.value)
-    assert "replica 0 (cpu) waits for the other replicas in step 3" in str(caught.value)
-    assert "replica 1 (cpu) computes micro-step 0 of step 3" in str(caught.value)
+    for part in ("No step has finished for training.stall_timeout_s = 0.2 seconds", zero, one):
+        assert part in str(caught.value)
+    assert ended("replica")
 
 
 def test_a_drifting_replica_ends_the_run_with_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +160,7 @@ def test_a_drifting_replica_ends_the_run_with_what_differs(tmp_path: Path, monke
         TrainingError, match=r"no longer equal after step 4: replica 1 differs from replica 0 in weights of .*layers.1.mlp.up_proj.weight"
     ):
         run(config(), tmp_path)
-    assert no_workers_left()
+    assert ended("replica")
 
 
 def test_a_nan_on_one_replica_is_skipped_on_all_counted_and_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,32 +208,31 @@ def test_a_stop_is_agreed_on_and_the_same_call_resumes_to_the_same_weights(tmp_p
     assert again == finished
 
 
-def test_a_signal_on_the_main_thread_leaves_a_checkpoint_and_goes_on_its_way(tmp_path: Path) -> None:
+def test_a_signal_on_the_main_thread_leaves_a_checkpoint_and_goes_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class TerminationSignal(BaseException):
         pass
 
     def terminate(number: int, frame: object) -> None:
         raise TerminationSignal
 
-    class SlowRows(SmallRows):
-        def row(self, ordinal: int) -> Any:
-            time.sleep(0.05)
-            return super().row(ordinal)
+    stopping, mute = threading.Event(), MetricLog.mute
 
-    _, session = warm_up(config(max_steps=32, checkpoint_every=1000), tmp_path, SlowRows())
+    def send(replica: Replica) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stopping.wait(PATIENCE_S)  # or the training might be over before the main thread takes it
+
+    monkeypatch.setattr(MetricLog, "mute", lambda log: (mute(log), stopping.set()))
+    _, session = warm_up(config(max_steps=8, checkpoint_every=1000), tmp_path)
+    plant(monkeypatch, replica=1, step=3, fault=send)
     before = signal.signal(signal.SIGTERM, terminate)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     try:
-        timer.start()
         with pytest.raises(TerminationSignal):
             DrafterTrainer(session).run()
     finally:
-        timer.cancel()
         signal.signal(signal.SIGTERM, before)
-    report, _ = warm_up(config(max_steps=32, checkpoint_every=1000), tmp_path)
-    assert 0 < report.resumed_step < 32
-    assert len(losses(tmp_path)) == report.resumed_step
-    assert no_workers_left()
+    report, _ = warm_up(config(max_steps=8, checkpoint_every=1000), tmp_path)
+    assert report.resumed_step == len(losses(tmp_path)) == 4
+    assert ended("replica")
 
 
 def test_an_error_of_whoever_listens_to_metrics_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
@@ -280,5 +280,5 @@ def test_a_compiled_drafter_trains_and_its_late_compilation_is_refused(tmp_path:
     run(config(drafter={"num_layers": 1}), tmp_path / "eager")
     assert len(losses(tmp_path)) == 2  # both replicas trained on compiled code until then
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "eager")[:2], rel=1e-4)
-    assert no_workers_left()
+    assert ended("replica")
     torch._dynamo.reset()
