@@ -18,7 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/dflashctl run configs/demo.yaml $(ARGS)
 
-test: lint types units
+test: $(STAMP)
+	$(MAKE) --jobs 2 types units lint  # what waits for servers leaves room for the types
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,13 +1,47 @@
-"""Tests keep digests of files to themselves, and share what was fetched with the user."""
+"""Tests keep digests of files to themselves, share what was fetched with the user, and are dealt to workers so that all end at once."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_core.data.packages import default_cache_dir
+
+HERE = Path(__file__).parent
+LONG = (
+    "flows/test_deploy.py", "flows/test_interrupt.py", "test_kills.py", "training/test_ranks.py", "test_pipeline.py", "training/test_trainer.py",
+    "tasks/test_tracker_server.py", "training/test_resume.py", "objective/test_benchmarks.py", "drafter/test_real_loaders.py",
+    "data/test_endpoint.py", "evaluation/test_server.py", "target/test_fused.py", "target/test_sampling_kernel.py", "training/test_fused.py",
+)  # fmt: skip
+"""Modules that take long for the number of their tests: they begin first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long modules first."""
+    ranks = {HERE / name: rank for rank, name in enumerate(LONG)}
+    items.sort(key=lambda item: ranks.get(item.path, len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """A module is for one worker, and so are all modules with the session's Prefect server, which each of their workers would start."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    served = {path.relative_to(config.rootpath).as_posix() for path in (HERE / "flows").glob("test_*.py") if "prefect_url" in path.read_text("utf-8")}
+
+    class Dealer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = super()._split_scope(nodeid)
+            return "with a Prefect server" if module in served else module
+
+    config.option.loadscopereorder = False  # by which modules of few tests would begin last
+    return Dealer(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ with StandIn(answer) as server:
 
 from __future__ import annotations
 
+import email.utils
 import json
 import threading
 import time
@@ -19,21 +20,28 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class StandIn(ThreadingHTTPServer):
-    """Listens on a free port of this machine. ``busy``: requests that were open together, at most."""
+    """Listens on a free port of this machine. ``busy``: requests that were open together, at most; those after ``most`` stay without an answer."""
 
     daemon_threads = True
 
-    def __init__(self, answer: Answer, *, pause_s: float = 0.0):
+    def __init__(self, answer: Answer, *, most: int = 10**9):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer, self.pause_s = answer, pause_s
+        self.answer, self.most = answer, most
         self.faults: list[str] = []
         self.always: str | None = None
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.times: list[float] = []
         self.open = self.busy = 0
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.released = threading.Event()
+
+    def allow(self, most: int) -> None:
+        """Answer so many requests in all; those that wait for it are answered now."""
+        with self.changed:
+            self.most = most
+            self.changed.notify_all()
 
     @property
     def url(self) -> str:
@@ -48,6 +56,7 @@ class StandIn(ThreadingHTTPServer):
 
     def __exit__(self, *_: object) -> None:
         self.released.set()
+        self.allow(10**9)
         self.shutdown()
         self.server_close()
 
@@ -64,10 +73,13 @@ class _Handler(BaseHTTPRequestHandler):
             server.times.append(time.monotonic())
             server.open += 1
             server.busy = max(server.busy, server.open)
+            number = len(server.asked)
+            server.changed.notify_all()
             fault = server.faults.pop(0) if server.faults else server.always
         try:
             assert self.path == "/v1/chat/completions"
-            server.released.wait(server.pause_s)
+            with server.changed:
+                server.changed.wait_for(lambda: number <= server.most)
             self._fail(server, fault) if fault else self._reply(200, _completion(server.answer(body)))
         finally:
             with server.lock:
@@ -76,9 +88,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _fail(self, server: StandIn, fault: str) -> None:
         kind, _, argument = fault.partition(" ")
         if kind.isdigit():
-            self._reply(int(kind), {"error": {"message": f"no: {self.headers.get('Authorization')}"}}, {"Retry-After": argument} if argument else {})
+            after = email.utils.formatdate(time.time() + 2, usegmt=True) if argument == "date" else argument
+            self._reply(int(kind), {"error": {"message": f"no: {self.headers.get('Authorization')}"}}, {"Retry-After": after} if after else {})
         elif kind == "hang":
-            server.released.wait(30)
+            server.released.wait()
         elif kind == "close":  # in the middle of the answer
             self.send_response(200)
             self.send_header("Content-Length", "1000")

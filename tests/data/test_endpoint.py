@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import email.utils
 import json
 import logging
 import os
 import random
 import signal
-import time
+import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +23,7 @@ from dflash_core.errors import ConfigError, DataError, EndpointError
 from tests.data import tiny
 from tests.data.stand_in import StandIn
 from tests.data.tiny import make_config, make_tokenizer
+from tests.waiting import PATIENCE_S, eventually
 
 TOKENIZER = make_tokenizer(tiny.CHATML)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -118,27 +119,39 @@ def test_a_server_that_fails_now_and_then_is_asked_again(tmp_path: Path, server:
     with StandIn(_answer) as sound:
         _build(tmp_path / "sound", _rows(6), sound)
     server.faults = [fault] * 2
-    _build(tmp_path / "out", _rows(6), server, generation={"request_timeout_s": 0.3})
+    hangs = fault == "hang"  # on a slow machine other requests may then take too long as well
+    _build(tmp_path / "out", _rows(6), server, generation={"request_timeout_s": 0.5, "retries": 100} if hangs else {})
     assert (tmp_path / "out" / "conversations.jsonl.gz").read_bytes() == (tmp_path / "sound" / "conversations.jsonl.gz").read_bytes()
-    assert len(server.asked) == len(sound.asked) + 2
+    more = len(server.asked) - len(sound.asked)
+    assert more >= 2 if hangs else more == 2
 
 
-@pytest.mark.parametrize("date", [False, True])
-def test_retry_after_is_waited_for_by_all_requests_to_that_server(tmp_path: Path, server: StandIn, date: bool) -> None:
-    server.faults = [f"429 {email.utils.formatdate(time.time() + 2, usegmt=True)}" if date else "429 1"]
+@pytest.mark.parametrize("after", ["1", "date"])
+def test_retry_after_is_waited_for_by_all_requests_to_that_server(tmp_path: Path, server: StandIn, after: str) -> None:
+    server.faults = [f"429 {after}"]
     _build(tmp_path / "out", _rows(3), {"url": server.url, "concurrency": 1})
     assert server.times[1] - server.times[0] > 0.9
 
 
-def test_prompts_are_shared_by_servers_within_their_limits_and_a_dead_one_costs_nothing_but_time(tmp_path: Path) -> None:
-    with StandIn(_answer, pause_s=0.02) as one, StandIn(_answer, pause_s=0.02) as two, StandIn(_answer) as dead:
+def test_prompts_are_shared_by_servers_within_their_limits_and_a_dead_one_costs_nothing_but_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "LONGEST_PAUSE_S", 60.0)
+    both_full = threading.Event()
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if (one.busy, two.busy) == (2, 3):
+            both_full.set()
+        assert both_full.wait(PATIENCE_S)
+        return _answer(body)
+
+    with StandIn(answer) as one, StandIn(answer) as two, StandIn(_answer) as dead:
         dead.always = "500"
         limits = [{"url": one.url, "concurrency": 2}, {"url": two.url, "concurrency": 3}, {"url": dead.url, "concurrency": 8}]
         counts = _build(tmp_path / "out", _rows(40), *limits, generation={"retries": 50})
         assert (one.busy, two.busy) == (2, 3)
-        assert min(len(one.asked), len(two.asked)) > 10
         assert len(one.asked) + len(two.asked) == counts["generated"]
-        assert len(dead.asked) < 40
+        assert len(dead.asked) < 40  # its pauses double: 30 of them would be months
 
 
 def test_when_no_server_answers_the_error_names_them_and_a_new_start_asks_only_for_what_is_missing(tmp_path: Path, server: StandIn) -> None:
@@ -181,38 +194,40 @@ def test_interrupted_and_started_again_no_request_is_lost_or_made_twice(tmp_path
 
     rows = [{"prompt": f"Q{i}"} for i in range(10)]
     monkeypatch.setattr(Journal, "append", interrupted)
+    server.most = 4
     with pytest.raises(KeyboardInterrupt):
         _build(tmp_path / "out", rows, {"url": server.url, "concurrency": 1})
     before = len(server.asked)
     with StandIn(_answer) as another:  # which server is asked does not matter
         _build(tmp_path / "out", rows, another)
-    assert before <= 5  # one was under way
+    assert before <= 5  # one may have been under way
     asked = Counter(body["messages"][-1]["content"] for body in another.asked)
     assert (len(asked), max(asked.values())) == (6, 1)
     assert _said(tmp_path / "out") == [[f"Q{i}", f"hello Q{i}"] for i in range(10)]
 
 
 def test_kill_9_at_any_moment_changes_no_result_and_repeats_only_what_was_not_on_disk_yet(tmp_path: Path) -> None:
-    rows, kills, choose = _rows(60), 0, random.Random(3)
-    with StandIn(_answer) as sound, StandIn(_answer, pause_s=0.005) as server:
+    rows, choose, journal = _rows(60), random.Random(3), tmp_path / "out" / "journal.jsonl"
+    with StandIn(_answer) as sound, StandIn(_answer) as server:
         _build(tmp_path / "sound", rows, sound)
-        while True:
-            until = len(server.asked) + choose.randint(1, 25)
+        on_disk = 0
+        for life in range(6):
+            asked = len(server.asked)
+            server.allow(asked + choose.randint(1, 14) if life < 5 else 10**9)
             child = os.fork()
             if child == 0:
                 try:
                     _build(tmp_path / "out", rows, server)
                 finally:
                     os._exit(0)
-            while len(server.asked) < until and not (ended := os.waitpid(child, os.WNOHANG)[0]):
-                time.sleep(0.001)
-            if ended:
-                break
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            kills += 1
-        assert kills >= 3
-        assert len(server.asked) <= len(sound.asked) + 12 * kills  # 4 under way, and answers that wait to be written
+            if life < 5:
+                assert eventually(lambda: len(server.asked) > server.most)  # the next one waits for its answer
+                os.kill(child, signal.SIGKILL)
+            assert os.WIFSIGNALED(os.waitpid(child, 0)[1]) == (life < 5)
+            if life < 5:
+                on_disk = journal.read_bytes().count(b"\n") if journal.exists() else 0
+        assert on_disk > 0
+        assert len(server.asked) - asked == len(sound.asked) - on_disk
     for name in ("conversations.jsonl.gz", "rejected.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "sound" / name).read_bytes()
 
@@ -298,11 +313,17 @@ def test_a_secret_in_the_settings_is_refused_and_not_repeated(setting: dict[str,
     assert f"data.generation.endpoints.0.{next(iter(setting))}" in str(error.value)
 
 
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return bool(httpx.get(url, trust_env=False))
+    except httpx.HTTPError:
+        return False
+
+
 @pytest.mark.slow
 def test_transformers_serve_gives_the_very_tokens_that_the_target_gives_here(tmp_path: Path) -> None:
-    import socket
-
-    import httpx
     from safetensors.torch import load_file, save_file
     from transformers.cli.serve import Serve
 
@@ -322,12 +343,7 @@ def test_transformers_serve_gives_the_very_tokens_that_the_target_gives_here(tmp
         port = probe.getsockname()[1]
     serve = Serve(force_model=str(tmp_path / "target"), device="cpu", dtype="float32", host="127.0.0.1", port=port, non_blocking=True)
     try:
-        for _ in range(200):
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
-                break
-            except httpx.ConnectError:
-                time.sleep(0.05)
+        assert eventually(lambda: _answers(f"http://127.0.0.1:{port}/health"), 0.05)
         tree = CONFIG.format(folder=tmp_path, steps=12)
         answered = []
         for endpoints in ("[]", f"[{{url: 'http://127.0.0.1:{port}/v1', concurrency: 2}}]"):

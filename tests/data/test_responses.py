@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_core.config import GenerationConfig
-from dflash_core.data import RejectLog, Response, build_responses, read_prompts, read_responses, render_prompt, save_response_cache, write_prompts
+from dflash_core.data import (
+    RejectLog,
+    Response,
+    build_responses,
+    driver,
+    read_prompts,
+    read_responses,
+    render_prompt,
+    save_response_cache,
+    write_prompts,
+)
 from dflash_core.data.cache import Journal, cache_key, read_response_cache, write_response_cache
 from dflash_core.errors import DataError
 from tests.data import tiny
@@ -79,40 +88,35 @@ def test_interrupted_after_any_response_and_started_again_gives_the_same_bytes_a
         assert _bytes(folder) == _bytes(tmp_path / "whole")
 
 
-CHILD = """
-import os, signal, sys, time
-from pathlib import Path
-from dflash_core.data import driver
-from tests.data import tiny
-from tests.data.test_responses import _build
-echo = tiny.Echo(tiny.make_tokenizer(tiny.CHATML))
-driver._SYNC_SECONDS = 0.0
-def generate(prompts, generation, /, *, seeds):
-    for answer in echo(prompts, generation, seeds=seeds):
-        time.sleep(0.02)
-        print(len(echo.asked), flush=True)
-        yield answer
-_build(Path(sys.argv[1]), sys.argv[2], generate)
-print("done", flush=True)
-"""
-
-
-def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
+def test_kill_9_loses_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _write(tmp_path / "p.jsonl", _many())
     whole = Echo(make_tokenizer(tiny.CHATML))
     _build(tmp_path / "whole", source, whole)
-    begun = 0
-    for stop_at in (3, 6, None):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "out"), source], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
-        assert child.stdout is not None
-        for line in child.stdout:
-            begun += line.strip() != "done"
-            if stop_at is not None and line.strip() == str(stop_at):
-                os.kill(child.pid, signal.SIGKILL)
-                break
-        child.stdout.close()
-        child.wait()
-    assert begun <= len(whole.asked) + 2  # at most the response that was being generated at each kill
+    monkeypatch.setattr(driver, "_SYNC_SECONDS", 0.0)  # every response is written by itself
+    asked = tmp_path / "asked"  # a byte for each response that was begun, in any life
+
+    def life(dies_at: int) -> None:
+        echo, answers = Echo(make_tokenizer(tiny.CHATML)), itertools.count(1)
+
+        def generate(prompts: Any, generation: Any, /, *, seeds: Any) -> Any:
+            for answer in echo(prompts, generation, seeds=seeds):
+                with asked.open("ab") as file:
+                    file.write(b".")
+                if next(answers) == dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield answer
+
+        _build(tmp_path / "out", source, generate)
+
+    for dies_at in (3, 6, 10**9):
+        child = os.fork()
+        if child == 0:
+            try:
+                life(dies_at)
+            finally:
+                os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]) == (dies_at < 10**9)
+    assert asked.stat().st_size == len(whole.asked) + 2  # the response that was being generated at each kill
     assert {name: (tmp_path / "out" / name).read_bytes() for name in RESULTS} == _bytes(tmp_path / "whole")
 
 

@@ -21,6 +21,7 @@ class StandIn:
 
     answer:     prompt, max_tokens, ignore_eos → generation; ``accepted`` of it are the drafts' rounds
     failures:   statuses to answer the next completions with
+    most:       so many completions are answered, and no more
     metrics:    False: /metrics is not there, as with SGLang unless it is asked for
     others:     tokens of somebody else, counted with every request
     """
@@ -29,7 +30,7 @@ class StandIn:
     answer: Answer
     drafts: bool
     failures: list[int] = field(default_factory=list)
-    delay: float = 0.0
+    most: int = 10**9
     metrics: bool = True
     others: int = 0
     model: str = "tiny"
@@ -37,7 +38,9 @@ class StandIn:
     tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     drafted: int = 0
+    begun: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    released: threading.Event = field(default_factory=threading.Event)
     stale: str | None = None
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +90,12 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            threading.Event().wait(stand_in.delay)
-            if stand_in.failures:
+            with stand_in.lock:
+                stand_in.begun += 1
+                hangs = stand_in.begun > stand_in.most
+            if hangs:
+                stand_in.released.wait()
+            elif stand_in.failures:
                 self.reply(stand_in.failures.pop(0), json.dumps({"error": {"message": "the prompt is too long or the server is busy"}}))
             else:
                 self.reply(200, json.dumps(stand_in.complete(body)))
@@ -107,6 +114,7 @@ def serving(stand_in: StandIn) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
+        stand_in.released.set()
         server.shutdown()
         server.server_close()
         thread.join()

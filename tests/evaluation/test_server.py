@@ -21,13 +21,14 @@ from flows.cli import app
 from tests.evaluation.conftest import TOKENS
 from tests.evaluation.stand_in import Answer, StandIn, serving
 from tests.tiny_run import write_tiny_run
+from tests.waiting import PATIENCE_S
 
 PROMPTS = TOKENS
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "SETTLE_SECONDS", PATIENCE_S)  # all counters come that are waited for, but where a test says otherwise
     monkeypatch.setattr(module.time, "sleep", lambda seconds, sleep=module.time.sleep: sleep(min(seconds, 0.02)))
 
 
@@ -110,7 +111,10 @@ def made_up(prompt: list[int], max_tokens: int, ignore_eos: bool) -> Generation:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_server_that_drafts_though_it_should_not_or_the_other_way_round_is_refused_before_the_prompts(engine: str) -> None:
+def test_a_server_that_drafts_though_it_should_not_or_the_other_way_round_is_refused_before_the_prompts(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.2)
     for drafts in (True, False):
         stand_in = StandIn(engine, made_up, drafts=drafts)
         with serving(stand_in) as url, pytest.raises(EndpointError, match=r"should|expected") as caught:
@@ -136,9 +140,9 @@ def test_busy_servers_are_asked_again_and_refusals_are_told_with_the_servers_wor
 
 
 def test_a_server_that_hangs_or_is_not_there_ends_in_an_error() -> None:
-    stand_in = StandIn("vllm", made_up, drafts=True, delay=0.5)
-    with serving(stand_in) as url, pytest.raises(EndpointError, match=r"completions: no answer in 4 tries of up to 0.2 s: ReadTimeout"):
-        measured(url, timeout_seconds=0.2)
+    hangs = StandIn("vllm", made_up, drafts=True, most=0)
+    with serving(hangs) as url, pytest.raises(EndpointError, match=r"completions: no answer in 4 tries of up to 0.1 s: ReadTimeout"):
+        module._Server(url, 0.1).complete("tiny", [1], 1, [])
     with pytest.raises(EndpointError, match=r"/v1/models: no answer .*[Rr]efused"):
         measured(url)
     with pytest.raises(EndpointError, match="expected the address of a server"):
@@ -146,16 +150,17 @@ def test_a_server_that_hangs_or_is_not_there_ends_in_an_error() -> None:
 
 
 def test_an_interrupt_does_not_wait_for_requests_under_way() -> None:
-    stand_in = StandIn("vllm", made_up, drafts=True)
+    stand_in = StandIn("vllm", made_up, drafts=True, most=2)  # the warm-up and the first prompt
 
     def interrupt(done: int, total: int, unit: str) -> None:
-        stand_in.delay = 1.0
         if done == 1:
             raise KeyboardInterrupt
 
-    with serving(stand_in) as url, pytest.raises(KeyboardInterrupt):
-        measure_server(url, PROMPTS, max_new_tokens=12, stop_ids=(), drafts=True, concurrency=2, progress=interrupt)
-    assert len(stand_in.asked) < 1 + len(PROMPTS)
+    with serving(stand_in) as url:
+        with pytest.raises(KeyboardInterrupt):
+            measure_server(url, PROMPTS, max_new_tokens=12, stop_ids=(), drafts=True, concurrency=2, progress=interrupt)
+        assert len(stand_in.asked) == 2, "the others were not answered, and it ended all the same"
+        assert stand_in.begun < 1 + len(PROMPTS)
 
 
 def test_what_makes_figures_doubtful_is_noted() -> None:

@@ -16,7 +16,7 @@ import signal
 import sqlite3
 import sys
 import tempfile
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ import flows.cli
 import flows.console
 import flows.train_drafter
 from dflash_core import __main__ as core
+from dflash_core.training.worker import Worker
+from tests.waiting import eventually
 
 # What children use, imported once for all of them.
 SHARED = (mlflow.MlflowClient, prefect.artifacts, transformers.AutoTokenizer, transformers.LlamaForCausalLM, flows.console, flows.train_drafter)
@@ -41,10 +43,12 @@ def main(config: Path, runs: list[dict[str, Any]]) -> None:
 
 
 def life(config: Path, arguments: list[str], signal: int | None = None, step: int = 0, server: str | None = None) -> dict[str, Any]:
-    """One run to its end; with a signal once training has recorded ``step``."""
+    """One run to its end; with a signal once training has recorded ``step``, after which it would not go on by itself."""
     with tempfile.TemporaryFile() as errors:
         process = os.fork()
         if process == 0:
+            if signal is not None:
+                _stand_still_after(step)
             _be_the_command(arguments, server, errors.fileno())
         started: list[psutil.Process] = []
         if signal is not None:
@@ -52,9 +56,8 @@ def life(config: Path, arguments: list[str], signal: int | None = None, step: in
             started = psutil.Process(process).children(recursive=True)
             os.kill(process, signal)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        deadline = time.monotonic() + 30
-        while (left := [item.pid for item in started if _lives(item)]) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        eventually(lambda: not any(map(_lives, started)), 0.1)
+        left = [item.pid for item in started if _lives(item)]
         errors.seek(0)
         recorded = _mlflow_states(config.parent / "workspace" / "mlflow.db")
         return {"status": status, "errors": errors.read().decode(), "started": len(started), "left": left, "mlflow": recorded}
@@ -81,12 +84,28 @@ def _be_the_command(arguments: list[str], server: str | None, errors: int) -> No
     os._exit(70)
 
 
+def _stand_still_after(step: int) -> None:
+    """Let workers begin no step after ``step`` unless they are to stop: the signal comes in time, however late it is sent."""
+    original = Worker._step
+
+    def held(self: Worker, index: int) -> None:
+        while index >= step and not self.shared.stop_requested:
+            self.shared.still_alive()
+            threading.Event().wait(0.05)
+        original(self, index)
+
+    Worker._step = held  # type: ignore[method-assign]
+
+
 def _wait_for_step(stages: Path, process: int, step: int) -> None:
-    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if any(path.read_bytes().count(b"\n") >= step for path in stages.glob("train-*/metrics.jsonl")):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the run ended before the signal could be sent")
+    def ended() -> bool:
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def recorded() -> bool:
+        return any(path.read_bytes().count(b"\n") >= step for path in stages.glob("train-*/metrics.jsonl"))
+
+    assert eventually(lambda: recorded() or ended(), 0.02)
+    assert not ended(), "the run ended before the signal could be sent"
 
 
 def _mlflow_states(database: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from prefect.client.orchestration import get_client
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -20,6 +19,7 @@ from flows.evaluate_drafter import evaluate_drafter
 from flows.retrain_drafter import retrain_drafter
 from tasks.registry import Registry
 from tasks.store import open_client
+from tests.flows.newest import newest_run
 
 pytestmark = pytest.mark.slow
 
@@ -74,15 +74,6 @@ class Weekly:
         return retrain_drafter(self.config(*overrides), dry_run)
 
 
-def newest_run() -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """(flow run, name of the state of each task, artifact of each key)."""
-    with get_client(sync_client=True) as client:
-        run = max(client.read_flow_runs(), key=lambda item: item.created)
-        tasks = {item.name: item.state.name for item in client.read_task_runs() if item.flow_run_id == run.id}
-        artifacts = {item.key: item for item in client.read_artifacts() if item.flow_run_id == run.id}
-    return run, tasks, artifacts
-
-
 @pytest.fixture(scope="module")
 def weekly(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[[Path], Path], prefect_url: str) -> Weekly:
     return Weekly(write_run(tmp_path_factory.mktemp("weekly")))
@@ -92,8 +83,9 @@ def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter(weekly: Wee
     weekly.arrive(8)
     outcome = weekly.retrain(*POOR)
     assert (outcome["promoted"], outcome["version"], weekly.champion) == (True, "1", "1")
-    _, tasks, artifacts = newest_run()
-    assert set(tasks) >= {"collect-prompts", "responses", "train", "evaluate", "export", "promote"}
+    done = {"collect-prompts", "responses", "train", "evaluate", "export", "promote"}
+    _, tasks, artifacts = newest_run(lambda tasks: set(tasks) >= done)
+    assert set(tasks) >= done
     assert "There is no champion yet" in artifacts["retraining"].data
     assert weekly.rounds.watermark.round == 1
     assert [item.bytes for item in weekly.rounds.watermark.files] == [weekly.traffic.stat().st_size]
@@ -102,7 +94,7 @@ def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter(weekly: Wee
 def test_without_new_prompts_a_retraining_is_done_at_once(weekly: Weekly) -> None:
     told = CliRunner().invoke(app, ["retrain", str(weekly.path)])
     assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "Too few new prompts: nothing was done."), told.output
-    run, tasks, artifacts = newest_run()
+    run, tasks, artifacts = newest_run(lambda tasks: tasks.get("collect-prompts") == "NothingNew")
     assert (run.state.type.value, run.state.message) == ("COMPLETED", "No new prompts since round 1: nothing to do.")
     assert tasks == {"collect-prompts": "NothingNew"}
     assert "No new prompts" in artifacts["retraining"].data
@@ -128,8 +120,9 @@ def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_t
     weekly.arrive(1)  # for the next time
     outcome = weekly.retrain(*GOOD)
     assert (outcome["promoted"], outcome["version"], weekly.champion) == (True, "2", "2")
-    _, tasks, artifacts = newest_run()
-    assert (tasks["train"], tasks["evaluate"], tasks["export"]) == ("Cached", "Cached", "Cached")
+    cached = dict.fromkeys(("train", "evaluate", "export"), "Cached")
+    _, tasks, artifacts = newest_run(lambda tasks: cached.items() <= tasks.items())
+    assert cached.items() <= tasks.items()
     assert "# dflash-target: a new champion" in artifacts["retraining"].data
     assert "| version | version 1 | 2 |" in artifacts["retraining"].data
     assert "more than chance" in outcome["reasons"][2]
@@ -167,7 +160,7 @@ def test_a_drafter_that_is_not_better_by_the_margin_is_refused_and_its_prompts_a
 
 def test_the_champion_is_measured_by_the_evaluation_flow(weekly: Weekly) -> None:
     figures = evaluate_drafter(weekly.config())
-    run, tasks, artifacts = newest_run()
+    run, tasks, artifacts = newest_run(lambda tasks: tasks.get("measure-drafter") == "Completed")
     assert (run.name, figures["lossless"]) == ("tiny", 1.0)
     assert tasks["measure-drafter"] == "Completed"
     assert "acceptance" in artifacts

@@ -24,6 +24,7 @@ from tasks.progress import LogWatcher, ProgressTeller
 from tasks.run import Run, resumable
 from tasks.shards import extract_shards
 from tests.tiny_run import write_tiny_run
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +88,7 @@ def test_logs_and_progress_of_a_stage_appear_in_the_flow_run(prefect_url: str) -
             teller = ProgressTeller("shards", watcher)
             with teller.running():
                 teller(30, 120, "tokens")
-                told.wait(10)
+                assert told.wait(PATIENCE_S)
                 teller(60, 120, "tokens")
             thread = threading.Thread(target=logging.getLogger("dflash_core.training").warning, args=("replica 1 waits",))
             thread.start()
@@ -105,7 +106,7 @@ def test_logs_and_progress_of_a_stage_appear_in_the_flow_run(prefect_url: str) -
     wanted = ["shards: begins", "replica 1 waits", "shards: done in 1.0 s"]
     assert [message for message in messages if message in wanted] == wanted, "each once"
     assert (artifact.key, artifact.type, float(artifact.data)) == ("shards-progress", "progress", 50.0)
-    assert re.fullmatch(r"60 of 120 tokens, [\d.]+ s left", artifact.description)
+    assert re.fullmatch(r"60 of 120 tokens, .* s left", artifact.description)
 
 
 def test_the_flow_takes_the_whole_configuration_as_json_and_checks_it(prefect_url: str, tiny_config: Any) -> None:

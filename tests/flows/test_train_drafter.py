@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
 from typer.testing import CliRunner
 
 from dflash_core.config import PipelineConfig, load_config
@@ -18,7 +18,11 @@ from flows.cli import app
 from flows.train_drafter import train_drafter
 from tasks.progress import watcher
 from tasks.store import open_client
+from tasks.system import system_metrics
+from tasks.tracker import StageRecord
+from tests.flows.newest import newest_run
 from tests.tiny_run import STEPS
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +48,6 @@ class Outcomes:
     def end(self, stage: str, outcome: str | None) -> None:
         self.ended[stage] = outcome
 
-    @property
-    def run_again(self) -> list[str]:
-        return [stage for stage, outcome in self.ended.items() if outcome is None or not outcome.startswith(("cached", "not needed"))]
-
 
 @pytest.fixture
 def outcomes() -> Iterator[Outcomes]:
@@ -59,20 +59,25 @@ def outcomes() -> Iterator[Outcomes]:
 
 @pytest.fixture(scope="module")
 def first_run(tiny_config: Path, prefect_url: str) -> dict[str, Any]:
-    """Summary of a complete run, in which system metrics are sampled often enough for so short a training."""
+    """Summary of a complete run, whose training lasts until system metrics have been sampled."""
+    sampled, log_sample = threading.Event(), StageRecord.log_sample
+
+    def log(record: StageRecord, sample: dict[str, float]) -> None:
+        log_sample(record, sample)
+        if record.name == "train":
+            sampled.set()
+
+    @contextlib.contextmanager
+    def until_sampled(record: StageRecord) -> Iterator[None]:
+        with system_metrics(record):
+            yield
+            assert record.name != "train" or sampled.wait(PATIENCE_S)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+        patch.setattr(StageRecord, "log_sample", log)
+        patch.setattr("tasks.run.system_metrics", until_sampled)
         return json.loads(train_drafter(load_config(tiny_config)).read_text())
-
-
-def newest_flow_run() -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """(flow run, state of each task by name, artifact of each key)."""
-    with get_client(sync_client=True) as client:
-        run = max(client.read_flow_runs(), key=lambda item: item.created)
-        wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
-        tasks = {item.name: item.state for item in client.read_task_runs(flow_run_filter=wanted)}
-        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id])))
-    return run, tasks, {item.key: item for item in artifacts}
 
 
 def mlflow_run(config: PipelineConfig, run_id: str) -> tuple[Any, dict[str, Any]]:
@@ -147,9 +152,9 @@ def test_the_command_line_shows_every_stage_which_the_second_run_finds_and_says_
     keys = "lossless acceptance_length acceptance_length_untrained speedup tokens_per_second stages mlflow_run_id export_path config_digest"
     assert set(summary) >= set(keys.split())
     assert all(stage["cached"] for stage in summary["stages"].values())
-    run, tasks, artifacts = newest_flow_run()
-    assert run.name == "tiny"
-    assert {name: state.name for name, state in tasks.items()} == dict.fromkeys(STAGES, "Cached")
+    cached = dict.fromkeys(STAGES, "Cached")
+    run, tasks, artifacts = newest_run(cached.__eq__)
+    assert (run.name, tasks) == ("tiny", cached)
     assert {"summary", "acceptance"} <= set(artifacts)
     assert "| acceptance length |" in artifacts["summary"].data
     assert "| registered as | dflash-target version 1 |" in artifacts["summary"].data, "the same export is registered once"
@@ -159,20 +164,6 @@ def test_the_command_line_shows_every_stage_which_the_second_run_finds_and_says_
     client, _ = open_client(config)
     assert [item.step for item in client.get_metric_history(stages["train"].info.run_id, "loss")] == list(range(1, STEPS + 1))
     assert stages["train"].data.tags["dflash.cached"] == "true"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "again"),
-    [
-        (["run.name=renamed", "training.log_every=2"], []),
-        (["training.learning_rate=2e-3"], ["warm_up", "train", "evaluate", "export"]),
-    ],
-)
-def test_a_changed_setting_runs_again_what_depends_on_it(
-    first_run: dict[str, Any], tiny_config: Path, outcomes: Outcomes, overrides: list[str], again: list[str]
-) -> None:
-    train_drafter(load_config(tiny_config, overrides))
-    assert outcomes.run_again == again
 
 
 def test_a_failing_stage_fails_the_run_everywhere_and_the_error_is_its_own(
@@ -185,8 +176,8 @@ def test_a_failing_stage_fails_the_run_everywhere_and_the_error_is_its_own(
     monkeypatch.setitem(__import__("dflash_core.pipeline", fromlist=["x"])._RUNNERS, "evaluate", fail)
     with pytest.raises(DFlashError, match="the disk is full"):
         train_drafter(config)
-    run, tasks, _ = newest_flow_run()
-    assert (run.state.name, tasks["train"].name, tasks["evaluate"].name) == ("Failed", "Cached", "Failed")
+    run, tasks, _ = newest_run(lambda tasks: tasks.get("evaluate") == "Failed" and tasks.get("train") == "Cached")
+    assert (run.state.name, tasks["train"], tasks["evaluate"]) == ("Failed", "Cached", "Failed")
     assert "export" not in tasks
     client, _ = open_client(config)
     newest = max(client.search_runs([client.get_experiment_by_name("dflash").experiment_id]), key=lambda item: item.info.start_time)

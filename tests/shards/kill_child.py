@@ -1,4 +1,4 @@
-"""Run by ``test_kill.py`` as a process of its own: extract again and again, killed with SIGKILL at every step that touches the disk.
+"""Run by ``test_kill.py`` as a process of its own: extract again and again, killed with SIGKILL wherever the disk is touched, and from outside.
 
 For each n, a forked child begins in a fresh folder and is killed just before its n-th call that writes, syncs, renames or
 removes; a second child finishes the work. One line of JSON tells how many moments were tried and which ended in other bytes.
@@ -6,26 +6,32 @@ removes; a second child finishes the work. One line of JSON tells how many momen
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.shards.fakes import FakeSamples, contents, run
+import torch
 
+from tests.shards.fakes import FakeSamples, contents, hidden_states, run
+from tests.shards.share_child import share
+from tests.waiting import eventually
+
+SAMPLES = FakeSamples(7)  # two shards
 CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "posix_fallocate", "open", "mkdir")
 
 
 def die_before(call: int) -> None:
     """Send SIGKILL to this process at its ``call``-th call into the disk."""
-    seen = 0
+    seen = itertools.count(1)  # of several threads
 
     def watched(original):  # type: ignore[no-untyped-def]
         def wrapper(*arguments, **named):  # type: ignore[no-untyped-def]
-            nonlocal seen
-            seen += 1
-            if seen == call:
+            if next(seen) == call:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments, **named)
 
@@ -41,14 +47,32 @@ def in_child(folder: Path, call: int) -> int:
     child = os.fork()
     if child == 0:
         die_before(call)
-        run(folder, FakeSamples(7))
+        run(folder, SAMPLES)
         os._exit(0)
     return os.waitpid(child, 0)[1]
 
 
-def main(workspace: Path) -> None:
+def killed_from_outside(folder: Path) -> bool:
+    """Kill a process that has its first shard and stands in the middle of the second. Whether it was so."""
+    of_second = {tuple(SAMPLES.tokens(i).tolist()) for i in range(4, 7)}
+
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        if any(tuple(ids.tolist()) in of_second for ids in documents):
+            time.sleep(3600)
+        return hidden_states(documents)
+
+    child = os.fork()
+    if child == 0:
+        run(folder, SAMPLES, target)
+        os._exit(0)
+    there = eventually((folder / "index" / "shard-00000.arrow").exists)
+    os.kill(child, signal.SIGKILL)
+    return there and os.WIFSIGNALED(os.waitpid(child, 0)[1]) and not (folder / "index.arrow").exists()
+
+
+def main(workspace: Path, kills: int) -> None:
     undisturbed = workspace / "undisturbed"
-    run(undisturbed, FakeSamples(7))  # in this process: what is imported at first use is then here before the forks
+    run(undisturbed, SAMPLES)  # in this process: what is imported at first use is then here before the forks
     wanted = contents(undisturbed)
     tried, different = 0, []
     once_killed = workspace / "killed-over-and-over"
@@ -59,8 +83,11 @@ def main(workspace: Path) -> None:
         in_child(once_killed, tried + 1)  # the same folder, killed a little later every time
         tried += 1
     assert in_child(once_killed, -1) == 0
-    print(json.dumps({"tried": tried, "different": different, "over_and_over": contents(once_killed) == wanted}))
+    assert killed_from_outside(workspace / "outside")
+    assert in_child(workspace / "outside", -1) == 0
+    equal = [contents(folder) == wanted for folder in (once_killed, workspace / "outside")]
+    print(json.dumps({"tried": tried, "different": different, "equal": equal, "shared": share(workspace / "shared", kills)}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,36 +1,57 @@
-"""Run by ``test_share.py`` as a process of its own: two workers extract into one folder, and one of them is killed again and again.
+"""Two workers extract into one folder, and one of them is killed again and again. Run by ``kill_child``.
 
-Each worker notes the shards that it begins. Then a third one, with a store, is killed, and this process makes what that one has lost. One line of
-JSON tells whether the datasets are those of an undisturbed extraction, how many shards were begun by whom, and which were begun while a living worker
-was at them.
+Each worker notes the shards that it begins, and stands still in a shard whenever as many have been begun as were allowed: then one is killed.
+At last a third one, with a store, is killed, and this process makes what that one has lost.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dflash_core.shards.format import index_part
 from dflash_core.shards.writer import ShardWriter
 from tests.shards.fakes import FakeSamples, contents, hidden_states, run
+from tests.waiting import eventually
 
 SAMPLES = FakeSamples(160)
 
 
-def slow(documents: Sequence[torch.Tensor]) -> torch.Tensor:
-    time.sleep(0.004)
-    return hidden_states(documents)
+class Log:
+    """``<process> <shard>`` for every shard that is begun, ``<process> killed``; and how many may be begun before everybody stands still."""
+
+    def __init__(self, folder: Path):
+        self.path, self._allowed = folder / "log", folder / "allowed"
+        self.path.touch()
+        self.allow(1)  # so that whoever begins first waits for the other
+
+    def note(self, line: str) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        os.write(descriptor, f"{line}\n".encode())  # lines of several processes stay whole, and in order
+        os.close(descriptor)
+
+    def lines(self) -> list[list[str]]:
+        return [line.split() for line in self.path.read_text().splitlines()]
+
+    def begun(self) -> int:
+        return sum(what != "killed" for _, what in self.lines())
+
+    def allow(self, count: int) -> None:
+        temporary = self._allowed.with_name("allowed.tmp")
+        temporary.write_text(str(count))
+        temporary.replace(self._allowed)
+
+    def allowed(self) -> int:
+        return int(self._allowed.read_text())
 
 
-def worker(folder: Path, log: Path) -> int:
+def worker(folder: Path, log: Log) -> int:
     """Extract in a forked process; returns its id."""
     child = os.fork()
     if child:
@@ -39,11 +60,15 @@ def worker(folder: Path, log: Path) -> int:
     original = ShardWriter.shard
 
     def noted(self: ShardWriter, shard: int, *arguments: object) -> object:
-        note(log, f"{os.getpid()} {shard}")
+        log.note(f"{os.getpid()} {shard}")
         return original(self, shard, *arguments)  # type: ignore[arg-type]
 
+    def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
+        eventually(lambda: log.begun() < log.allowed())
+        return hidden_states(documents)
+
     ShardWriter.shard = noted  # type: ignore[assignment,method-assign]
-    run(folder, SAMPLES, slow)
+    run(folder, SAMPLES, target)
     os._exit(0)
 
 
@@ -59,8 +84,7 @@ def killed_with_a_store(workspace: Path, address: str) -> int:
         nonlocal seen
         seen += len(documents)
         if seen > 8:
-            while not first.exists():  # what is lost is to be told from what was sent
-                time.sleep(0.01)
+            eventually(first.exists)  # what is lost is to be told from what was sent
             os.kill(os.getpid(), signal.SIGKILL)
         return hidden_states(documents)
 
@@ -89,43 +113,41 @@ def taken_over(workspace: Path) -> dict[str, object]:
     }
 
 
-def note(log: Path, line: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(descriptor, f"{line}\n".encode())  # lines of several processes stay whole, and in order
-    os.close(descriptor)
-
-
-def main(workspace: Path, kills: int) -> None:
+def share(workspace: Path, kills: int) -> dict[str, Any]:
+    """Whether the dataset is that of an undisturbed extraction, how many shards were begun, which while a living worker was at them, …"""
+    workspace.mkdir()
     draws = random.Random(kills)
-    undisturbed, folder, log = workspace / "undisturbed", workspace / "shared", workspace / "log"
+    undisturbed, folder, log = workspace / "undisturbed", workspace / "shared", Log(workspace)
     run(undisturbed, SAMPLES)
-    workers = [worker(folder, log) for _ in range(2)]
+    workers, killed = [worker(folder, log) for _ in range(2)], 0
+    assert eventually(lambda: log.begun() == 2)
+    together = len({process for process, _ in log.lines()}) == 2
     for _ in range(kills):
-        time.sleep(draws.uniform(0.02, 0.15))
+        assert eventually(lambda: log.begun() >= log.allowed())
         victim = workers.pop(draws.randrange(2))
-        note(log, f"{victim} killed")
+        log.note(f"{victim} killed")
         os.kill(victim, signal.SIGKILL)
-        os.waitpid(victim, 0)
+        killed += os.WIFSIGNALED(os.waitpid(victim, 0)[1])
         workers.append(worker(folder, log))
+        log.allow(log.begun() + draws.randint(1, 2))
+    log.allow(10**6)
     statuses = [os.waitpid(child, 0)[1] for child in workers]
     begun: dict[str, str] = {}
     dead, twice = set(), []
-    lines = [line.split() for line in log.read_text().splitlines()]
-    for process, what in lines:
+    for process, what in log.lines():
         if what == "killed":
             dead.add(process)
             continue
         if begun.get(what, process) not in {process, *dead}:
             twice.append(what)
         begun[what] = process
-    answer = {
+    return {
         "equal": contents(folder) == contents(undisturbed),
         "statuses": statuses,
         "twice": twice,
-        "begun": sum(what != "killed" for _, what in lines),
+        "together": together,
+        "killed": killed,
+        "begun": log.begun(),
+        "shards": len(begun),
+        "store": taken_over(workspace),
     }
-    print(json.dumps({**answer, "store": taken_over(workspace), "shards": len(begun), "workers": len(set(begun.values()))}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import errno
+import importlib
+import itertools
 import os
+import queue
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +21,10 @@ from safetensors import safe_open
 
 from dflash_core.config import ExtractionConfig
 from dflash_core.errors import ShardError
-from dflash_core.shards import ShardDataset, verify_shards
+from dflash_core.shards import ShardDataset, overlap, verify_shards
 from dflash_core.shards.extract import batches
 from tests.shards.fakes import CONFIG, HIDDEN, TAPS, FakeInfo, FakeSamples, contents, hidden_states, run
+from tests.waiting import PATIENCE_S, eventually
 
 
 @pytest.mark.parametrize("feature_dtype", ["bfloat16", "float32"])
@@ -188,10 +193,12 @@ def test_last_hidden_states_are_stored_beside_the_features_and_looked_at_too(tmp
 def test_the_number_of_devices_changes_no_byte(tmp_path: Path, devices: int) -> None:
     """Three devices are more than may be at work at the end; each shard is made by one of them."""
     threads: set[str] = set()
+    all_at_work = threading.Barrier(devices)
 
     def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
-        threads.add(threading.current_thread().name)
-        time.sleep(0.01)
+        if threading.current_thread().name not in threads:
+            threads.add(threading.current_thread().name)
+            all_at_work.wait(PATIENCE_S)
         return hidden_states(documents)
 
     run(tmp_path / "several", FakeSamples(40), target, devices=devices)
@@ -200,11 +207,16 @@ def test_the_number_of_devices_changes_no_byte(tmp_path: Path, devices: int) -> 
     assert contents(tmp_path / "several") == contents(tmp_path / "one")
 
 
-def test_what_one_device_cannot_do_stops_the_others_and_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_what_one_device_cannot_do_stops_the_others_and_can_be_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extraction = importlib.import_module("dflash_core.shards.extract")._Extraction
+    calls, failed, fail = itertools.count(), threading.Event(), extraction._fail
+    monkeypatch.setattr(extraction, "_fail", lambda self, error: (fail(self, error), failed.set()))
+
     def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
         if any(len(ids) == 39 for ids in documents):
             raise RuntimeError("out of memory")
-        time.sleep(0.002)
+        if next(calls) > 80:  # 40 shards: one of the devices is at the 23rd
+            failed.wait(PATIENCE_S)
         return hidden_states(documents)
 
     samples = FakeSamples(lengths=[20] * 90 + [39] + [20] * 400)
@@ -218,30 +230,52 @@ def test_what_one_device_cannot_do_stops_the_others_and_can_be_gone_on_with(tmp_
 
 
 def test_a_slow_disk_is_told_from_a_slow_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their clock goes forward by 100 s whenever one side waits for the other: what the machine itself takes does not count beside that."""
+    clock, written, given = SimpleNamespace(ahead=0.0), [0], [0]
+    fake = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.ahead, sleep=time.sleep)
+    for module in (importlib.import_module("dflash_core.shards.extract"), overlap):
+        monkeypatch.setattr(module, "time", fake)
+
     def slow(documents: Sequence[torch.Tensor]) -> torch.Tensor:
-        time.sleep(0.02)
+        assert eventually(lambda: written[-1] == given[-1])  # no writer has work
+        clock.ahead += 100.0
+        given.append(given[-1] + sum(map(len, documents)))
         return hidden_states(documents)
 
-    counts = run(tmp_path / "slow-target", FakeSamples(40), slow)
-    assert counts["waited_for_target_s"] > 0.2
-    assert counts["waited_for_disk_s"] < counts["waited_for_target_s"] / 2
-    original = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda *arguments: (time.sleep(0.005), original(*arguments))[1])
-    units: list[str] = []
+    counts = run(tmp_path / "slow-target", FakeSamples(12), slow, progress=lambda done, total, unit: written.append(done))
+    assert counts["waited_for_target_s"] >= 100.0 * (len(given) - 1)
+    assert counts["waited_for_disk_s"] < 100.0
+
+    class Watched(queue.SimpleQueue):  # of slots
+        def get(self, *arguments: object) -> object:
+            if self.empty():
+                all_full.set()
+            return super().get(*arguments)  # type: ignore[arg-type]
+
+    all_full, original, units = threading.Event(), os.pwrite, []
+
+    def slow_write(*arguments: object) -> int:
+        if threading.current_thread().name.startswith("shard-writer") and not clock.ahead:
+            assert all_full.wait(PATIENCE_S)
+            clock.ahead = 100.0
+        return original(*arguments)  # type: ignore[arg-type]
+
+    clock.ahead = 0.0
+    monkeypatch.setattr(overlap, "queue", SimpleNamespace(SimpleQueue=Watched))
+    monkeypatch.setattr(os, "pwrite", slow_write)
     counts = run(tmp_path / "slow-disk", FakeSamples(40), progress=lambda done, total, unit: units.append(unit))
-    assert counts["waited_for_disk_s"] > 0.05
+    assert counts["waited_for_disk_s"] >= 100.0
+    assert counts["waited_for_target_s"] < 100.0
     assert "tokens, " in units[-1]
     assert "waiting for the disk" in units[-1]
 
 
 @pytest.mark.parametrize(("function", "call"), [("posix_fallocate", 2), ("pwrite", 9), ("fsync", 1), ("fsync", 5)])
 def test_a_full_disk_is_a_clear_error_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
-    original, calls = getattr(os, function), 0
+    original, calls = getattr(os, function), itertools.count(1)  # of several threads
 
     def full(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == call:
+        if next(calls) == call:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(*arguments)
 

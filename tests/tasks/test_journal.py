@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.journal import BATCH, MetricJournal, Record
+from tests.waiting import PATIENCE_S
 
 
 class Store:
@@ -37,7 +38,7 @@ def test_delivers_every_metric_in_order(tmp_path: Path) -> None:
     journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
     for step in range(300):
         journal.append(step, {"loss": step / 10, "rate": 1.0})
-    assert journal.close(10)
+    assert journal.close(PATIENCE_S)
     assert store.values == [(step, key, value) for step in range(300) for key, value in (("loss", step / 10), ("rate", 1.0))]
 
 
@@ -46,7 +47,7 @@ def test_never_sends_more_at_once_than_mlflow_takes(tmp_path: Path) -> None:
     journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=60)
     for step in range(40):
         journal.append(step, {f"accuracy_slot_{slot}": 0.5 for slot in range(64)})
-    assert journal.close(10)
+    assert journal.close(PATIENCE_S)
     assert len(store.records) == 40 * 64
     assert max(store.sizes) <= BATCH
 
@@ -56,16 +57,16 @@ def test_appending_does_not_wait_for_a_store_that_hangs(tmp_path: Path) -> None:
 
     def hang(records: Sequence[Record]) -> None:
         entered.set()
-        release.wait(10)
+        release.wait()
 
     journal = MetricJournal(tmp_path / "train.jsonl", hang, interval_s=0.01)
     journal.append(0, {"loss": 1.0})
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE_S)
     for step in range(1, 100):
         journal.append(step, {"loss": 1.0})  # would never come back if it waited
     assert not journal.flush(0.05)
     release.set()
-    assert journal.close(10)
+    assert journal.close(PATIENCE_S)
 
 
 def test_a_store_that_comes_back_gets_everything(tmp_path: Path) -> None:
@@ -73,23 +74,22 @@ def test_a_store_that_comes_back_gets_everything(tmp_path: Path) -> None:
     store.away = True
     journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
     journal.append(1, {"loss": 2.0})
-    assert store.refused.wait(10)
+    assert store.refused.wait(PATIENCE_S)
     journal.append(2, {"loss": 1.0})
     store.away = False
-    assert journal.close(10)
+    assert journal.close(PATIENCE_S)
     assert store.values == [(1, "loss", 2.0), (2, "loss", 1.0)]
 
 
 def test_what_could_not_be_delivered_is_sent_by_the_next_process(tmp_path: Path) -> None:
-    store = Store()
-    store.away = True
-    journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
+    gone, store = Store(), Store()
+    gone.away = True
+    journal = MetricJournal(tmp_path / "train.jsonl", gone, interval_s=0.01)
     journal.append(1, {"loss": 2.0})
     assert not journal.close(0.1)
-    store.away = False
     again = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
     again.append(2, {"loss": 1.0})
-    assert again.close(10)
+    assert again.close(PATIENCE_S)
     assert store.values == [(1, "loss", 2.0), (2, "loss", 1.0)]
 
 
@@ -98,11 +98,11 @@ def test_steps_that_a_resumed_training_repeats_are_dropped(tmp_path: Path) -> No
     journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
     for step in (1, 2, 3):
         journal.append(step, {"loss": float(step)})
-    journal.close(10)
+    journal.close(PATIENCE_S)
     resumed = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
     for step in (2, 3, 4):
         resumed.append(step, {"loss": float(step)})
-    resumed.close(10)
+    resumed.close(PATIENCE_S)
     assert [record.step for record in store.records] == [1, 2, 3, 4]
 
 
@@ -112,7 +112,7 @@ def test_metrics_without_a_step_are_numbered_on_after_a_restart(tmp_path: Path) 
         journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
         journal.append(None, {"system/cpu": 1.0, "system/disk": 2.0})
         journal.append(None, {"system/cpu": 1.0})
-        assert journal.close(10)
+        assert journal.close(PATIENCE_S)
         journal.append(None, {"system/cpu": 9.0})  # a sampler that ends a little later
     assert [record.step for record in store.records if record.key == "system/cpu"] == [0, 1, 2, 3]
 
@@ -133,7 +133,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     store = Store()
     journal = MetricJournal(path, store, interval_s=60)
     journal.append(6, {"loss": 0.125})
-    assert journal.close(10)
+    assert journal.close(PATIENCE_S)
     assert store.values == [(5, "loss", 0.25), (6, "loss", 0.125)]
 
 
@@ -141,5 +141,5 @@ def test_not_a_number_survives_the_journal(tmp_path: Path) -> None:
     store = Store()
     journal = MetricJournal(tmp_path / "train.jsonl", store, interval_s=0.01)
     journal.append(1, {"loss": float("nan")})
-    assert journal.close(10)
+    assert journal.close(PATIENCE_S)
     assert store.records[0].value != store.records[0].value
