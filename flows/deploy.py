@@ -6,8 +6,8 @@ the comment behind its ``parameters:`` names, so that Prefect's form shows every
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -15,7 +15,9 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import yaml
 
@@ -76,16 +78,68 @@ def submit(path: Path, overrides: Sequence[str], deployment: str, watch: bool) -
 
         with contextlib.chdir(ROOT):  # where the worker runs it: relative paths mean the same
             Plan(config, str(path))
-    command = [*_PREFECT, "deployment", "run", deployment, "--params", "-", "--flow-run-name", config.run.name, *(["--watch"] if watch else [])]
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: url}):
+        run = _created(config, deployment)
+        print(summary_of(config, overrides, deployment, str(run.id), _page(run)))
+        try:
+            state = _watched(run.id) if watch else None
+        except KeyboardInterrupt:
+            print(f"No longer watching. The run goes on; 'prefect flow-run cancel {run.id}' ends it.", file=sys.stderr)
+            return
+    if state is not None and not state.is_completed():
+        raise DeploymentError(f"The run did not complete: it ended in the state {state.name}. Its log is above.")
+
+
+def summary_of(config: PipelineConfig, overrides: Sequence[str], deployment: str, run_id: str, page: str | None) -> str:
+    """What was asked for, in a few lines: everything else is on the run's page."""
+    training = config.training
+    length = f"{training.epochs} epochs" if training.max_steps is None else f"{training.max_steps} steps"
+    lines = {
+        "target": config.target.model,
+        "data": ", ".join(item.source for item in config.data.sources),
+        "drafter": f"{config.drafter.num_layers} layers, blocks of {config.drafter.block_size}",
+        "training": f"{length} on {', '.join(training.devices)}",
+        "changed": " ".join(overrides),
+        "page": page,
+    }
+    heading = f"{config.run.name} is submitted to {deployment} (flow run {run_id})"
+    return "\n".join([heading, *(f"  {name:9s} {value}" for name, value in lines.items() if value)])
+
+
+def _created(config: PipelineConfig, deployment: str) -> Any:
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+
+    with get_client(sync_client=True) as client:
+        try:
+            found = client.read_deployment_by_name(deployment)
+            return client.create_flow_run_from_deployment(found.id, parameters=parameters_of(config), name=config.run.name)
+        except (ObjectNotFound, ValueError) as error:  # ValueError: not of the form flow/name
+            flows = {item.id: item.name for item in client.read_flows()}
+            known = sorted(f"{flows[item.flow_id]}/{item.name}" for item in client.read_deployments())
+            raise DeploymentError(f"'{deployment}' is not deployed; what is: {', '.join(known) or 'nothing yet (dflashctl deploy)'}.") from error
+        except PrefectHTTPStatusError as error:
+            raise DeploymentError(f"Prefect refuses the run: {error.response.text}") from error
+
+
+def _page(run: Any) -> str | None:
+    from prefect.utilities.urls import url_for
+
+    return url_for(run)
+
+
+def _watched(run_id: UUID) -> Any:
+    """Print states and log of a run until it ends; the state that it ends in."""
+    from prefect.cli.flow_runs_watching import watch_flow_run
+    from prefect.exceptions import PrefectException
+    from rich.console import Console
+
     try:
-        finished = subprocess.run(
-            command, input=json.dumps(parameters_of(config)), text=True, env={**os.environ, "PREFECT_API_URL": url}, check=False
-        )
-    except KeyboardInterrupt:
-        print("No longer watching. What was submitted goes on; 'prefect flow-run cancel ID' ends it.", file=sys.stderr)
-        return
-    if finished.returncode:
-        raise DeploymentError(f"The run did not {'complete' if watch else 'start'}; Prefect's message is above. Is '{deployment}' deployed?")
+        return asyncio.run(watch_flow_run(run_id, Console(soft_wrap=True))).state
+    except PrefectException as error:
+        raise DeploymentError(f"The run goes on, but can be watched no longer: {error}") from error
 
 
 def parameters_of(config: PipelineConfig) -> dict[str, object]:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.retrain import RetrainConfig, load_any_config
 from flows.cli import app
-from flows.deploy import PREFECT_YAML, create_pool, parameters_of, with_current_parameters
+from flows.deploy import PREFECT_YAML, create_pool, parameters_of, summary_of, with_current_parameters
 from flows.services import ROOT, environment, marked, services
 from tasks.registry import Registry
 from tests.flows.newest import newest_run
@@ -105,6 +105,20 @@ def test_prefect_yaml_holds_the_configurations_that_it_names() -> None:
     assert parameters == {name: load_any_config(ROOT / "configs" / file).model_dump(mode="json") for name, file in DEPLOYED.items()}
 
 
+def test_what_is_submitted_is_told_in_a_few_lines() -> None:
+    changes = ["training.max_steps=50"]
+    told = summary_of(load_config(ROOT / "configs" / "demo.yaml", changes), changes, "train-drafter/demo", "1234", "http://here/runs/flow-run/1234")
+    assert told.splitlines() == [
+        "demo is submitted to train-drafter/demo (flow run 1234)",
+        "  target    smollm2-135m-instruct",
+        "  data      builtin:python-tasks",
+        "  drafter   3 layers, blocks of 8",
+        "  training  50 steps on cpu, cpu",
+        "  changed   training.max_steps=50",
+        "  page      http://here/runs/flow-run/1234",
+    ]
+
+
 def test_a_changed_configuration_changes_only_the_parameters_that_name_it() -> None:
     text = PREFECT_YAML.read_text(encoding="utf-8")
     stale = text.replace("learning_rate: 0.001", "learning_rate: 0.5")
@@ -142,12 +156,14 @@ def test_what_is_deployed_is_what_prefect_yaml_says_and_a_pool_that_is_there_sta
 
 @pytest.mark.slow
 def test_a_submitted_run_completes_and_is_recorded_with_links(site: Site, client: Any) -> None:
-    submitted = CliRunner().invoke(app, ["submit", str(site.config), "--watch"])  # by 'prefect deployment run --watch'
+    submitted = CliRunner().invoke(app, ["submit", str(site.config), "--watch"])
     assert submitted.exit_code == 0, submitted.stderr
     completed = dict.fromkeys(STAGES, "Completed")
     run, tasks, artifacts = newest_run(completed.__eq__)
     assert (run.name, run.state.name, tasks) == ("tiny", "Completed", completed)
     assert {"summary", "acceptance", "train-progress"} <= set(artifacts)
+    assert submitted.stdout.startswith(f"tiny is submitted to train-drafter/demo (flow run {run.id})\n")
+    assert f"/runs/flow-run/{run.id}\n" in submitted.stdout
 
     from mlflow import MlflowClient
 
@@ -182,6 +198,10 @@ def test_a_bad_parameter_is_refused_with_its_path_and_nothing_starts(site: Site,
     checked = CliRunner().invoke(app, ["submit", str(site.config), "--set", "drafter.num_taps=40"])
     assert checked.exit_code == 2
     assert "drafter.num_taps = 40" in checked.stderr
+    nowhere = CliRunner().invoke(app, ["submit", str(site.config), "--deployment", "train-drafter/none"])
+    assert nowhere.exit_code == 1
+    assert "'train-drafter/none' is not deployed; what is: " in nowhere.stderr
+    assert "train-drafter/demo" in nowhere.stderr
     assert len(client.read_flow_runs()) == before
 
 
