@@ -27,8 +27,9 @@ from dflash_core.checks import advice
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.evaluation import sets_table, ways_table
-from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside, write_summary
+from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside
 from dflash_core.plan import STAGES, Plan
+from dflash_core.summary import write_summary
 from dflash_core.training import Ranks, check_launcher, this_rank, under_torchrun
 
 _LAST_STAGE = {"extract": "shards", "train": "train", "evaluate": "evaluate", "run": "export"}

@@ -13,7 +13,8 @@ from dflash_core.config import PipelineConfig
 from dflash_core.evaluation import EvaluationResult, sets_table
 from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
-from dflash_core.pipeline import evaluation_of, write_summary
+from dflash_core.pipeline import evaluation_of
+from dflash_core.summary import write_summary
 from dflash_core.training import EVALUATIONS, bottleneck_in_words, read_metrics
 from tasks.progress import duration
 from tasks.registry import Version

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from dflash_core import __main__ as core
-from dflash_core import pipeline
+from dflash_core import runners, summary
 from dflash_core.data import driver, samples
 from dflash_core.data.cache import Journal
 from dflash_core.drafter import export
@@ -48,18 +48,19 @@ def moments(replicas: int) -> list[tuple[str, int]]:
     return [moment for call in within for moment in ((call,) if call[0] == "warm_up" else (call, ("write", 1)))]
 
 
-OWNERS: dict[str, Any] = {
-    "write_json_atomic": pipeline,
-    "append": Journal,
-    "write_table": samples.pq.ParquetWriter,
-    "packed_hidden_states": TargetModel,
-    "give_back": ShardWriter,
-    "warm_up": Replica,
-    "micro_step": Replica,
-    "measure": evaluate._Bench,
-    "verify_export": export,
-    "write": Manifest,
-}
+OWNERS: list[tuple[str, Any]] = [
+    ("write_json_atomic", runners),
+    ("write_json_atomic", summary),
+    ("append", Journal),
+    ("write_table", samples.pq.ParquetWriter),
+    ("packed_hidden_states", TargetModel),
+    ("give_back", ShardWriter),
+    ("warm_up", Replica),
+    ("micro_step", Replica),
+    ("measure", evaluate._Bench),
+    ("verify_export", export),
+    ("write", Manifest),
+]
 
 
 def main(folder: Path) -> None:
@@ -111,7 +112,7 @@ def inventory(folder: Path) -> dict[str, list[int]]:
 
 def observe(moment: tuple[str, int] | None, tell: Callable[[str], object]) -> None:
     """Tell of every call that is done, and die with SIGKILL before the one that ``moment`` names. Micro-steps are those of replica 0 in training."""
-    for name, owner in OWNERS.items():
+    for name, owner in OWNERS:
         _watch(owner, name, moment[1] if moment and moment[0] == name else 0, tell)
 
 

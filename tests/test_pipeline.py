@@ -18,16 +18,17 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_core import __main__ as core
-from dflash_core import pipeline
+from dflash_core import runners
 from dflash_core.checks import check_schedule
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import ConfigError, DFlashError, ShardError, TargetError
 from dflash_core.estimate import estimate
 from dflash_core.evaluation import HeldoutJudge
-from dflash_core.pipeline import evaluation_of, run_stage, warm_up, write_summary
+from dflash_core.pipeline import evaluation_of, run_stage, warm_up
 from dflash_core.plan import STAGES, Plan
 from dflash_core.stages import Manifest, StageBusyError, atomic_write, stage_lock
+from dflash_core.summary import write_summary
 from dflash_core.target import TargetModel, TargetVocabulary
 from dflash_core.training import read_metrics
 from tests.target.tiny import save_tiny_target
@@ -301,7 +302,7 @@ def test_who_shares_the_extraction_helps_the_process_that_holds_it_and_takes_its
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pushed: list[str] = []
-    monkeypatch.setattr(pipeline, "push", lambda folder, address, progress: pushed.append(address))
+    monkeypatch.setattr(runners, "push", lambda folder, address, progress: pushed.append(address))
     plan = plan_of(config, f"run.workspace={tmp_path}", f"extraction.store=file://{tmp_path}/store")
     for name in ("target", "responses", "samples"):
         run_stage(plan, name)

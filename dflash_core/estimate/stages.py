@@ -17,8 +17,8 @@ from dflash_core.estimate.amounts import Amounts, amounts_of, rows_of
 from dflash_core.estimate.memory import Sizes
 from dflash_core.estimate.rates import Rates, measure_rates
 from dflash_core.evaluation.ways import further_ways
-from dflash_core.pipeline import planned_steps
 from dflash_core.plan import Plan
+from dflash_core.runners import planned_steps
 from dflash_core.shards.columns import feature_columns
 from dflash_core.training.replica import compute_dtype
 

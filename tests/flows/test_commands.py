@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dflash_core import pipeline
+from dflash_core import pipeline, runners
 from dflash_core.config import load_config
 from dflash_core.drafter import save_checkpoint
 from dflash_core.plan import STAGES, Plan
@@ -124,7 +124,7 @@ def test_compare_measures_two_drafters_on_the_same_prompts_and_draws_them(config
     plan = Plan(load_config(config))
     trained, chats = pipeline.drafter_folder(plan.folder("export")), tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"prompt": "Go on"}) + "\n" + json.dumps({"prompt": "And on"}) + "\n")
-    save_checkpoint(pipeline.initial_drafter(plan.config, pipeline._drafter_config(plan), plan.info), tmp_path / "fresh")
+    save_checkpoint(runners.initial_drafter(plan.config, runners.drafter_config_of(plan), plan.info), tmp_path / "fresh")
     sets = ("--set", f"evaluation.sets=[{{name: chats, source: {chats}}}]")
     status, output, _ = dflashctl("compare", str(tmp_path / "fresh"), str(trained), "--config", str(config), *sets, "--to", str(tmp_path / "both"))
     assert status == 0
@@ -137,7 +137,7 @@ def test_compare_measures_two_drafters_on_the_same_prompts_and_draws_them(config
 
 def test_compare_measures_no_drafter_unless_both_can_be(config: Path, tmp_path: Path) -> None:
     plan = Plan(load_config(config))
-    save_checkpoint(pipeline.initial_drafter(plan.config, pipeline._drafter_config(plan), plan.info), tmp_path / "other")
+    save_checkpoint(runners.initial_drafter(plan.config, runners.drafter_config_of(plan), plan.info), tmp_path / "other")
     changed = json.loads((tmp_path / "other" / "config.json").read_text()) | {"num_target_layers": 7}
     (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
     trained = str(pipeline.drafter_folder(plan.folder("export")))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_core import pipeline
+from dflash_core import pipeline, runners
 from dflash_core.config import load_config
 from dflash_core.drafter import DFlashConfig, block_labels, teacher_states
 from dflash_core.errors import ConfigError, ShardError
@@ -40,7 +40,7 @@ def test_the_teacher_of_a_slot_says_the_greedy_response_that_is_its_label(path: 
     states = batch.last_hidden if kind == "last_hidden" else batch.topk_ids
     assert states is not None
     teacher_BNPX = teacher_states(states, batch.anchors, config.block_size, config.spec)
-    said_BNP = teacher_BNPX[..., 0] if kind == "topk" else pipeline._vocabulary(plan).logits(teacher_BNPX).argmax(-1)
+    said_BNP = teacher_BNPX[..., 0] if kind == "topk" else runners.vocabulary_of(plan).logits(teacher_BNPX).argmax(-1)
     labels_BNP = labels_BNS[..., config.spec.first_predicting_slot :]
     labelled = labels_BNP >= 0
     assert labelled.sum() > 20
@@ -54,7 +54,7 @@ def test_training_with_it_gives_another_drafter_than_without_from_the_same_shard
         assert plan.stage("shards").cached == (settings[0] == STORED)
         pipeline.run_stage(plan, "shards")
         assert pipeline.run_stage(plan, "train").manifest.counts["steps"] == STEPS
-        weights.append(pipeline._trained_drafter(plan).state_dict())
+        weights.append(runners.trained_drafter(plan).state_dict())
     plain, distilled, from_likeliest = (weight["fc.weight"] for weight in weights)
     assert not torch.equal(plain, distilled)
     assert not torch.equal(distilled, from_likeliest)

@@ -1,0 +1,298 @@
+"""What each stage does: a function of the plan and the stage's folder, whose result is the counts of its manifest.
+
+Most of it is what it takes to make the parts of a run (target, vocabulary, features, judge, drafter) from the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from dflash_core.checks import check_schedule
+from dflash_core.data import SampleTable, build_responses, write_samples
+from dflash_core.data.driver import Generate
+from dflash_core.data.endpoint import EndpointClient
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
+from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, HeldoutJudge, evaluate_drafter, heldout_prompts, set_prompts, sets_table
+from dflash_core.feed import LiveSamples, pack_rows
+from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
+from dflash_core.shards import ShardCard, ShardDataset, expected_of, extract
+from dflash_core.shards.extract import card_of, counts_of, is_to_do, target_threads
+from dflash_core.shards.job import ShardJob
+from dflash_core.shards.store import holds, pull, push, put_beside
+from dflash_core.stages import MetricSink, Progress, no_progress, write_json_atomic
+from dflash_core.target import TargetModel, TargetVocabulary, load_tokenizer, resolve_target
+from dflash_core.target.requests import drawn_requests, generation_by
+from dflash_core.training import initial_drafter, train
+from dflash_core.training.checkpoints import BEST
+
+
+def planned_steps(plan: Plan) -> int:
+    """Optimiser steps of the training, from the lengths of the samples: known, and checked, before anything is extracted.
+
+    Raises:
+        ConfigError: the data cannot fill the steps that are asked for.
+        DataError: the stage 'samples' has not run.
+    """
+    training = plan.config.training
+    rows = _rows_of_an_epoch(plan.folder("samples") / "train.parquet", training.row_length)
+    available = training.epochs * rows // plan.config.rows_per_step
+    check_schedule(plan.config, available, plan.source)
+    return training.max_steps or available
+
+
+@functools.lru_cache(maxsize=16)
+def _rows_of_an_epoch(samples: Path, row_length: int) -> int:
+    return len(pack_rows(SampleTable.open(samples).lengths, row_length, seed=0, epoch=0))  # as many for every seed and epoch
+
+
+def evaluation_of(folder: Path) -> EvaluationResult:
+    """The result that the stage 'evaluate' left in its folder."""
+    return EvaluationResult.model_validate_json((folder / "evaluation.json").read_bytes())
+
+
+def evaluation_prompts(plan: Plan, progress: Progress = no_progress) -> list[EvaluationPrompt]:
+    """What drafters are measured on: held-out prompts, then every set. A set's answers between its turns are the target's, and are kept.
+
+    Raises:
+        DataError: the stage 'samples' has not run, or a set cannot be used.
+    """
+    config, evaluation = plan.config, plan.config.evaluation
+    prompts = heldout_prompts(SampleTable.open(plan.folder("samples") / "heldout.parquet"), evaluation.num_prompts)
+    if evaluation.sets:
+        tokenizer, folder = load_tokenizer(plan.info.path, config.target.trust_remote_code), plan.workspace / "evaluation-sets"
+        for item in evaluation.sets:
+            prompts += set_prompts(
+                config, item, plan.info, tokenizer, lambda: plan.target_model(evaluation.dtype, evaluation.device), folder, progress
+            )
+    return prompts
+
+
+def drafter_folder(folder: Path) -> Path:
+    """The folder to serve, within the folder of the stage 'export'."""
+    return folder / "drafter"
+
+
+def _run_target(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    info = resolve_target(plan.config.target, progress=progress)
+    plan.learn_target(info)
+    write_json_atomic(folder / TARGET, info.to_dict())
+    return {"name": info.name, "revision": info.revision, "digest": info.digest, "layers": info.num_layers, "vocabulary": info.vocab_size}
+
+
+def _run_responses(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    config, target, info = plan.config, plan.config.target, plan.info
+    data, tokenizer = config.data, load_tokenizer(info.path, target.trust_remote_code)
+    generate = generation_by(info, lambda: plan.target_model(target.dtype, target.device))
+    drawn = drawn_requests(config, info, tokenizer, generate, progress)
+    config = drawn.as_source_of(config) if drawn else config
+    with contextlib.ExitStack() as stack:
+        source: Generate | EndpointClient = generate
+        if data.generation.endpoints and data.regenerate != "never":
+            source = stack.enter_context(EndpointClient(data.generation, target.model, data.template_arguments))
+        answers = drawn.answers if drawn else None
+        counts = build_responses(config, tokenizer, source, folder, target_digest=info.digest, answers=answers, progress=progress)
+    return {**counts, **(drawn.counts if drawn else {})}
+
+
+def _run_samples(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    tokenizer = load_tokenizer(plan.info.path, plan.config.target.trust_remote_code)
+    counts = write_samples(
+        plan.config,
+        tokenizer,
+        plan.folder("responses"),
+        folder,
+        tokenizer_digest=plan.info.tokenizer_digest,
+        template_digest=plan.info.template_digest,
+        progress=progress,
+    )
+    return dict(counts)
+
+
+def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    planned_steps(plan)
+    if in_store(plan, folder):
+        pull(_address(plan, folder), folder, progress)
+        ShardCard.read(folder).require(expected_of(plan.info, plan.tap_layers), folder)
+        return counts_of(folder)
+    counts = extract_shards(plan, folder, progress)
+    if plan.config.extraction.store:
+        push(folder, _address(plan, folder), progress)
+    return counts
+
+
+def in_store(plan: Plan, folder: Path) -> bool:
+    return bool(plan.config.extraction.store) and holds(_address(plan, folder))
+
+
+def _address(plan: Plan, folder: Path) -> str:
+    return f"{plan.config.extraction.store}/{folder.name}"
+
+
+def extract_shards(plan: Plan, folder: Path, progress: Progress) -> dict[str, Any]:
+    target, extraction, taps = plan.config.target, plan.config.extraction, plan.tap_layers
+    samples, shared = SampleTable.open(plan.folder("samples") / "train.parquet"), _address(plan, folder) if extraction.store else None
+    card = card_of(extraction, plan.info, samples, taps, target.dtype, CODE_VERSIONS["shards"])
+    models = plan.target_models(target.dtype, extraction.devices or (target.device,)) if is_to_do(folder, card, shared) else []
+    targets, heads = target_threads(models, extraction, taps)
+    return extract(
+        extraction,
+        plan.info,
+        targets,
+        samples,
+        folder,
+        tap_layers=taps,
+        target_dtype=target.dtype,
+        code_version=CODE_VERSIONS["shards"],
+        heads=heads,
+        shared=shared,
+        progress=progress,
+    )
+
+
+def shard_job(plan: Plan) -> ShardJob | None:
+    """What processes elsewhere need to know to help with the stage 'shards'; None where there is nothing to help with.
+
+    Where machines share a store, the samples are put there too.
+
+    Raises:
+        DFlashError: the stage 'samples' has not run, or the store cannot be used.
+    """
+    folder, store, name = plan.folder("shards"), plan.config.extraction.store, plan.folder("samples").name
+    if not plan.extracts or plan.stage("shards").cached or in_store(plan, folder):
+        return None
+    planned_steps(plan)
+    samples = plan.folder("samples") / "train.parquet"
+    return ShardJob(
+        target=plan.config.target,
+        target_digest=plan.info.digest,
+        extraction=plan.config.extraction,
+        tap_layers=plan.tap_layers,
+        samples=put_beside(samples, f"{store}/{name}.parquet") if store else str(samples.resolve()),
+        folder=folder.resolve(),
+        shared=_address(plan, folder) if store else None,
+        code_version=CODE_VERSIONS["shards"],
+    )
+
+
+def run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    planned_steps(plan)  # refuses what the data cannot fill, and names the file, which training does not know
+    result = train(
+        plan.config,
+        run_id=plan.run_id,
+        dataset=features_of(plan),
+        info=plan.info,
+        vocabulary=vocabulary_of(plan),
+        folder=folder,
+        judge=judge_of(plan),
+        on_metrics=on_metrics,
+        progress=progress,
+    )
+    best = {"best_step": result.best.step, "best_acceptance_length": result.best.acceptance_length} if result.best else {}
+    return {
+        **best,
+        "steps": result.steps,
+        "skipped_steps": result.skipped_steps,
+        "training_seconds": result.seconds,
+        "tokens_per_second": round(result.steps * plan.config.rows_per_step * plan.config.training.row_length / result.seconds, 1),
+        **{f"final_{name}": result.metrics[name] for name in ("loss", "token_accuracy") if name in result.metrics},
+    }
+
+
+def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    evaluation = plan.config.evaluation
+    untrained = initial_drafter(plan.config, drafter_config_of(plan), plan.info) if evaluation.untrained_prompts != 0 else None
+    result = evaluate_drafter(
+        plan.config,
+        plan.target_model(evaluation.dtype, evaluation.device),
+        trained_drafter(plan),
+        evaluation_prompts(plan, progress),
+        folder,
+        untrained=untrained,
+        progress=progress,
+    )
+    return result.metrics()
+
+
+def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    destination = drafter_folder(folder)
+    export_drafter(trained_drafter(plan), plan.info, destination, facts=_card_facts(plan))  # verifies what it has written
+    return {"weights": drafter_config_of(plan).num_parameters(), "bytes": (destination / "model.safetensors").stat().st_size}
+
+
+def judge_of(plan: Plan) -> Callable[[], HeldoutJudge] | None:
+    """Makes who evaluates during training, with the target beside the replicas; None where nobody is asked to."""
+    config, during = plan.config, plan.config.training.evaluation
+    if not during.every_steps:
+        return None
+
+    def load() -> HeldoutJudge:
+        prompts = heldout_prompts(SampleTable.open(plan.folder("samples") / "heldout.parquet"), during.prompts)
+        return HeldoutJudge(config, plan.target_model(config.evaluation.dtype, config.training.evaluation_device), prompts)
+
+    return load
+
+
+def features_of(plan: Plan) -> ShardDataset | LiveSamples:
+    """What training gets hidden states from. The target that earlier stages had loaded is let go of, once it is taken over where it is needed."""
+    if plan.extracts:
+        plan.release_target()
+        return ShardDataset(plan.folder("shards"), expect=expected_of(plan.info, plan.tap_layers))
+
+    def load(devices: Sequence[str]) -> list[TargetModel]:
+        models = plan.target_models(plan.config.target.dtype, devices)
+        plan.release_target()
+        return models
+
+    return LiveSamples(SampleTable.open(plan.folder("samples") / "train.parquet"), load)
+
+
+def vocabulary_of(plan: Plan) -> TargetVocabulary:
+    return TargetVocabulary.from_pretrained(plan.info, dtype=getattr(torch, plan.config.target.dtype))
+
+
+def drafter_config_of(plan: Plan) -> DFlashConfig:
+    return DFlashConfig.from_target(plan.info, plan.config.drafter)
+
+
+def trained_drafter(plan: Plan) -> DFlashDrafter:
+    """The trained drafter as it is served: the weights that training keeps, rounded to bfloat16."""
+    folder, drafter = plan.folder("train"), DFlashDrafter(drafter_config_of(plan))
+    facts = json.loads((folder / "training.json").read_bytes())
+    kept = BEST if plan.config.training.keep == "best" and facts.get("best") else facts["weights"]
+    drafter.load_state_dict(load_file(folder / kept))
+    return drafter.to(torch.bfloat16)
+
+
+def _card_facts(plan: Plan) -> dict[str, object]:
+    config, samples = plan.config, plan.stage("samples").manifest
+    figures = evaluation_of(plan.folder("evaluate"))
+    trained = figures.trained
+    return {
+        "training data": f"{samples.counts['train']} conversations, {samples.counts['train_supervised']:,} response tokens" if samples else "",
+        "digest of the data": f"`{plan.key('samples')}`",
+        "training": f"{config.objective.weighting} weighting, learning rate {config.training.learning_rate:g}, {config.training.schedule}",
+        "evaluated on": f"{figures.prompts} prompts, greedy, {figures.max_new_tokens} new tokens at most, {figures.dtype}, {figures.device}",
+        "lossless": f"{figures.lossless:.1%} of the prompts",
+        "acceptance length": f"{trained.acceptance.mean_of_requests:.2f} (mean of requests), {trained.acceptance.pooled:.2f} (pooled)",
+        "speed": f"{trained.speedup:.2f} times the target alone, same code and caches",
+        **{f"on {row['set']}": f"acceptance length {row['acceptance length']}, speed {row['speed-up']}" for row in sets_table(figures)},
+    }
+
+
+RUNNERS = {
+    "target": _run_target,
+    "responses": _run_responses,
+    "samples": _run_samples,
+    "shards": _run_shards,
+    "train": run_train,
+    "evaluate": _run_evaluate,
+    "export": _run_export,
+}
