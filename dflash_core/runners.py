@@ -31,7 +31,7 @@ from dflash_core.stages import MetricSink, Progress, no_progress, write_json_ato
 from dflash_core.target import TargetModel, TargetVocabulary, load_tokenizer, resolve_target
 from dflash_core.target.requests import drawn_requests, generation_by
 from dflash_core.training import initial_drafter, train
-from dflash_core.training.checkpoints import BEST
+from dflash_core.training.checkpoints import kept_weights
 
 
 def planned_steps(plan: Plan) -> int:
@@ -266,8 +266,7 @@ def trained_drafter(plan: Plan) -> DFlashDrafter:
     """The trained drafter as it is served: the weights that training keeps, rounded to bfloat16."""
     folder, drafter = plan.folder("train"), DFlashDrafter(drafter_config_of(plan))
     facts = json.loads((folder / "training.json").read_bytes())
-    kept = BEST if plan.config.training.keep == "best" and facts.get("best") else facts["weights"]
-    drafter.load_state_dict(load_file(folder / kept))
+    drafter.load_state_dict(load_file(folder / kept_weights(plan.config.training.keep, has_best=bool(facts.get("best")))))
     return drafter.to(torch.bfloat16)
 
 

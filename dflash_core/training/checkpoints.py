@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-BEST = "best/model.safetensors"
+BEST, FINAL = "best/model.safetensors", "final/model.safetensors"
+
+
+def kept_weights(keep: str, *, has_best: bool) -> str:
+    """The weights to evaluate and export under ``training.keep``, within the folder of the training."""
+    return BEST if keep == "best" and has_best else FINAL
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from dflash_core.feed import Feed, LiveSamples, TargetRows
 from dflash_core.shards import ShardDataset
 from dflash_core.stages import MetricSink, Progress, atomic_write, no_metrics, no_progress, write_json_atomic
 from dflash_core.target import TargetInfo, TargetVocabulary
-from dflash_core.training.checkpoints import BEST, BestWeights, TrainingCheckpoint, TrainingState, save_training_checkpoint
+from dflash_core.training.checkpoints import FINAL, BestWeights, TrainingCheckpoint, TrainingState, kept_weights, save_training_checkpoint
 from dflash_core.training.evaluation_thread import EvaluationThread
 from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
@@ -140,12 +140,11 @@ class DrafterTrainer:
     def _finish(self, state: TrainingState, log: MetricLog | NoLog) -> TrainingResult:
         session = self.session
         finished = state.step == session.total_steps
-        weights = session.folder / "final" / "model.safetensors"
         if finished and session.writes:
-            with atomic_write(weights) as temporary:
+            with atomic_write(session.folder / FINAL) as temporary:
                 save_file(gather(session.replicas)[0], temporary)
         best = session.evaluator.best if session.evaluator is not None else None
-        kept = session.folder / BEST if best is not None and session.config.training.keep == "best" else weights
+        kept = session.folder / kept_weights(session.config.training.keep, has_best=best is not None)
         if log.last:
             logger.info("Feed: %s", bottleneck_in_words(log.last))
         result = TrainingResult(
@@ -153,7 +152,7 @@ class DrafterTrainer:
             dict(log.last), kept if finished else None, best,
         )  # fmt: skip
         if finished and session.writes:
-            facts = dataclasses.asdict(result) | {"weights": "final/model.safetensors"}
+            facts = dataclasses.asdict(result) | {"weights": FINAL}
             write_json_atomic(session.folder / "training.json", facts)
         return result
 
