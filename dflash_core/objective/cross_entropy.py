@@ -105,11 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         want_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        fp8 = head if isinstance(head, Fp8Head) else None
-        weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
-        dtype = product_dtype(hidden_MH, weight_VH)
-        weight_VH = weight_VH.to(dtype)
-        statistics_dtype = torch.promote_types(dtype, torch.float32)
+        products = HeadProducts(hidden_MH, head)
+        fp8, weight_VH, dtype, statistics_dtype = products.fp8, products.weight_VH, products.dtype, products.statistics
         labels_L = labels_M if slots_L is None else labels_M[slots_L]
         slots = len(labels_L)
         softmax_L = Softmax.empty(labels_L, statistics_dtype)
@@ -119,12 +116,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softmax_CV = fp8.softmax_buffer(chunk_size) if fp8 is not None and want_gradient else None
         for start in range(0, slots, chunk_slots):
             chunk = slice(start, start + chunk_slots)
-            hidden_CH = hidden_MH[chunk if slots_L is None else slots_L[chunk]].to(dtype)
+            hidden_CH = hidden_MH[chunk if slots_L is None else slots_L[chunk]]
             chunk_CV, size = logits_CV[: len(hidden_CH)], len(hidden_CH)
-            if fp8 is not None:
-                fp8.logits(hidden_CH, out=chunk_CV)
-            else:
-                torch.mm(hidden_CH, weight_VH.T, out=chunk_CV)
+            products.logits(hidden_CH, out=chunk_CV)
             if fp8 is not None and softmax_CV is not None:
                 softmax_into_(softmax_CV[:size], chunk_CV, labels_L[chunk], softmax_L.rows(chunk))
                 fp8.pull_back(softmax_CV[:size], out=pulled_LH[chunk])
@@ -154,11 +148,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_MH, None, None, None, None, None, None
 
 
-def product_dtype(hidden_MH: Tensor, weight_VH: Tensor) -> torch.dtype:
-    if hidden_MH.is_cuda:
-        return weight_VH.dtype
-    # CPUs without bfloat16 instructions multiply it many times slower than float32
-    return torch.promote_types(torch.promote_types(hidden_MH.dtype, weight_VH.dtype), torch.float32)
+class HeadProducts:
+    """The logits of hidden states, in the precision that the device multiplies in; what comes of them is in ``statistics``, float32 at least."""
+
+    def __init__(self, hidden_MH: Tensor, head: Tensor | Fp8Head):
+        self.fp8 = head if isinstance(head, Fp8Head) else None
+        weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
+        if hidden_MH.is_cuda:
+            self.dtype = weight_VH.dtype
+        else:  # CPUs without bfloat16 instructions multiply it many times slower than float32
+            self.dtype = torch.promote_types(torch.promote_types(hidden_MH.dtype, weight_VH.dtype), torch.float32)
+        self.statistics = torch.promote_types(self.dtype, torch.float32)
+        self.weight_VH = weight_VH.to(self.dtype)
+
+    def logits(self, hidden_CH: Tensor, out: Tensor) -> None:
+        """[C, V] into ``out``."""
+        if self.fp8 is not None:
+            self.fp8.logits(hidden_CH.to(self.dtype), out=out)
+        else:
+            torch.mm(hidden_CH.to(self.dtype), self.weight_VH.T, out=out)
 
 
 def softmax_(logits_CV: Tensor, labels_C: Tensor, result: Softmax, softcap: float | None, want_gradient: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dflash_core.fp8 import Fp8Head
-from dflash_core.objective.cross_entropy import labelled_slots, product_dtype
+from dflash_core.objective.cross_entropy import HeadProducts, labelled_slots
 
 
 class DistilledLosses(NamedTuple):
@@ -121,11 +121,8 @@ class _DistilledCrossEntropy(torch.autograd.Function):
         chunk_slots: int,
         want_gradient: bool,
     ) -> tuple[Tensor, ...]:
-        fp8 = head if isinstance(head, Fp8Head) else None
-        weight_VH = head.weight_VH if isinstance(head, Fp8Head) else head
-        dtype = product_dtype(hidden_MH, weight_VH)
-        weight_VH = weight_VH.to(dtype)
-        statistics = torch.promote_types(dtype, torch.float32)
+        products = HeadProducts(hidden_MH, head)
+        weight_VH, dtype, statistics = products.weight_VH, products.dtype, products.statistics
         labels_L = labels_M if slots_L is None else labels_M[slots_L]
         slots = len(labels_L)
         nll_L, divergence_L = (torch.empty_like(labels_L, dtype=statistics) for _ in range(2))
@@ -138,10 +135,7 @@ class _DistilledCrossEntropy(torch.autograd.Function):
             chosen = chunk if slots_L is None else slots_L[chunk]
             logits = [buffer_CV[: len(labels_L[chunk])] for buffer_CV in buffers]
             for out_CV, states_MH in zip(logits, sources, strict=True):
-                if fp8 is not None:
-                    fp8.logits(states_MH[chosen].to(dtype), out=out_CV)
-                else:
-                    torch.mm(states_MH[chosen].to(dtype), weight_VH.T, out=out_CV)
+                products.logits(states_MH[chosen], out=out_CV)
             if len(teacher) == 1:
                 mixture_(logits[0], logits[1], labels_L[chunk], rows_L.part(chunk), *mixture, want_gradient)
             else:
