@@ -32,7 +32,7 @@ class Clock:
 
 def test_of_those_who_claim_a_shard_at_once_one_gets_it_and_it_is_free_once_given_back(address: str, whole: Path) -> None:
     card = ShardCard.read(whole)
-    with SharedShards(address, card) as one, SharedShards(address, card) as two, ThreadPoolExecutor(8) as threads:
+    with SharedShards(address, card, clock=Clock()) as one, SharedShards(address, card, clock=Clock()) as two, ThreadPoolExecutor(8) as threads:
         for shard in range(3):
             claims = list(threads.map(lambda number, shard=shard: (one, two)[number % 2].take(shard), range(8)))
             assert claims.count(True) == 1
@@ -105,7 +105,7 @@ def test_two_machines_divide_the_shards_and_each_ends_with_all_of_them(address: 
             made[name].append(sum(map(len, documents)))
             return hidden_states(documents)
 
-        run(tmp_path / name, FakeSamples(22), target, shared=address)
+        run(tmp_path / name, FakeSamples(22), target, shared=address, lease_s=3600.0)  # nobody dies here, however slow the machine
 
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(machine, name) for name in made]:
