@@ -135,3 +135,28 @@ def test_a_drafter_is_recorded_as_its_evaluation_and_its_training_were(tmp_path,
     assert list(records["tau.trained"]["detail"]["by_tokens"]) == ["0", "128", "256"]
     assert 1.0 <= records["tau.heldout"]["value"] <= 4.0
     assert set(records["speedup.cpu"]["detail"]["other_blocks_on_all_prompts"]) == {"2"}
+
+
+def test_each_block_size_is_held_against_the_target_alone_and_the_parts_of_a_round_are_timed(tmp_path):
+    from argparse import Namespace
+
+    import torch
+
+    from benchmarks import blocks
+    from benchmarks.common import Recorder
+    from dflash_core.config import DrafterConfig
+    from dflash_core.drafter import DFlashConfig, DFlashDrafter
+    from dflash_core.target import TargetModel
+    from tests.target.tiny import save_tiny_target
+
+    target = TargetModel.from_pretrained(save_tiny_target("llama", tmp_path), dtype=torch.float32)
+    shape = DrafterConfig(num_layers=1, block_size=4, mask_token_id=259, tap_layers=(0, 2))
+    drafter = DFlashDrafter(DFlashConfig.from_target(target.info, shape)).init_weights(0)
+    recorder = Recorder(tmp_path / "results.jsonl", torch.device("cpu"), "abc", False)
+    options = Namespace(set="toy", drafter=Path("drafter"), new=6, blocks=[2, 4], dtype="float32")
+    blocks.measure_speed(recorder, target, drafter, [[257, 40, 41], [257, 9]], options)
+    blocks.measure_parts(recorder, target, drafter, [1, 4], "float32")
+    records = {record["name"]: record for record in map(json.loads, recorder.path.read_text().splitlines())}
+    parts = {f"blocks.part.{part}.float32.{width}" for part in ("pass", "head", "draft", "read") for width in (1, 4)}
+    assert set(records) == {"blocks.cpu.float32.2", "blocks.cpu.float32.4"} | parts
+    assert {records[f"blocks.cpu.float32.{block}"]["detail"]["same_text"] for block in (2, 4)} == {"2/2"}
