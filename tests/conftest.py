@@ -33,7 +33,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    served = {path.relative_to(config.rootpath).as_posix() for path in (HERE / "flows").glob("test_*.py") if "prefect_url" in path.read_text("utf-8")}
+    served = {path.relative_to(config.rootpath).as_posix() for path in HERE.rglob("test_*.py") if "prefect_url" in path.read_text("utf-8")}
 
     class Dealer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -54,3 +54,25 @@ def own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["DFLASH_CACHE"] = str(own)
     yield
     os.environ.pop("DFLASH_CACHE") if before is None else os.environ.update(DFLASH_CACHE=before)
+
+
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for Prefect's database, for this process and its children: filling a new one takes seconds, so once."""
+    from prefect.settings import PREFECT_HOME, temporary_settings
+
+    home = tmp_path_factory.mktemp("prefect")
+    before = os.environ.get("PREFECT_HOME")
+    os.environ["PREFECT_HOME"] = str(home)
+    with temporary_settings({PREFECT_HOME: home}):
+        yield home
+    os.environ.pop("PREFECT_HOME") if before is None else os.environ.update(PREFECT_HOME=before)
+
+
+@pytest.fixture(scope="session")
+def prefect_url(prefect_home: Path) -> Iterator[str]:
+    """A temporary server with an empty database."""
+    from flows.server import prefect_api
+
+    with prefect_api() as url:
+        yield url

@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +32,7 @@ from dflash_core.target import TargetModel, TargetVocabulary
 from dflash_core.training import read_metrics
 from tests.target.tiny import save_tiny_target
 from tests.tiny_run import ON_DISK, PROMPTS, STEPS, run_all, write_prompts, write_tiny_run
+from tests.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -309,13 +309,10 @@ def test_who_shares_the_extraction_helps_the_process_that_holds_it_and_takes_its
     with ThreadPoolExecutor(1) as threads:
         with stage_lock(plan.folder("shards")):
             helping = threads.submit(run_stage, plan, "shards", share=True)
-            deadline = time.monotonic() + 60
-            while not (plan.folder("shards") / "index.arrow").exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert (plan.folder("shards") / "index.arrow").exists()
+            assert eventually((plan.folder("shards") / "index.arrow").exists)
             assert plan.stage("shards").manifest is None
             assert not helping.done()
-        assert helping.result(60).manifest == plan.stage("shards").manifest
+        assert helping.result(PATIENCE_S).manifest == plan.stage("shards").manifest
     assert len(pushed) == 1, "by whoever holds the stage, and not by those who help"
 
 

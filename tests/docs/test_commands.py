@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from tests.docs.markdown import blocks
-from tests.flows.conftest import prefect_home, prefect_url  # noqa: F401
 from tests.tiny_run import write_tiny_run
 
 pytestmark = pytest.mark.slow
@@ -28,7 +27,7 @@ PROGRAMS = {block.where: block.text for block in blocks("python")}
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Iterator[Path]:  # noqa: F811
+def checkout(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Iterator[Path]:
     """A folder in which the files that the commands name are those of a tiny pipeline."""
     folder = tmp_path_factory.mktemp("checkout")
     tiny = write_tiny_run(folder).read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
-"""A tiny random target with prompts, and a Prefect server of the test session's own."""
+"""A tiny random target with prompts."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,25 +41,3 @@ def write_run(mlflow_database: Path) -> Callable[[Path], Path]:
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[[Path], Path]) -> Path:
     return write_run(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for Prefect's database, for this process and its children: filling a new one takes seconds, so once."""
-    from prefect.settings import PREFECT_HOME, temporary_settings
-
-    home = tmp_path_factory.mktemp("prefect")
-    before = os.environ.get("PREFECT_HOME")
-    os.environ["PREFECT_HOME"] = str(home)
-    with temporary_settings({PREFECT_HOME: home}):
-        yield home
-    os.environ.pop("PREFECT_HOME") if before is None else os.environ.update(PREFECT_HOME=before)
-
-
-@pytest.fixture(scope="session")
-def prefect_url(prefect_home: Path) -> Iterator[str]:
-    """A temporary server with an empty database."""
-    from flows.server import prefect_api
-
-    with prefect_api() as url:
-        yield url

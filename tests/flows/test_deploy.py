@@ -47,7 +47,6 @@ def command(arguments: list[str], variables: dict[str, str]) -> subprocess.Compl
         env={**inherited, **variables},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -32,7 +32,7 @@ def run(config: Path, *runs: dict[str, Any]) -> list[dict[str, Any]]:
     """Run commands one after the other; see ``forked_runs``."""
     alone = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     command = [sys.executable, "-m", "tests.flows.forked_runs", str(config), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=alone, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=alone, check=False)
     assert done.returncode == 0, done.stderr
     lives: list[dict[str, Any]] = json.loads(done.stdout)
     return lives

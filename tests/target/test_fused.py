@@ -20,7 +20,7 @@ def test_interpreted_kernels_give_what_the_modules_of_the_target_give() -> None:
     script = Path(__file__).with_name("interpreted_fused.py")
     root = script.parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr[-2000:]
     assert finished.stdout.endswith("equal\n")
 

@@ -20,7 +20,7 @@ def test_handed_gradients_and_the_fused_update_train_as_the_cpu_replica_does() -
     pytest.importorskip("triton")
     script = Path(__file__).with_name("interpreted_adamw.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr[-2000:]
     assert finished.stdout.endswith("equal\n")
 

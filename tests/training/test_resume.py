@@ -16,7 +16,6 @@ from dflash_core.training import read_metrics, train, warm_up
 from dflash_core.training.checkpoints import read_best
 from dflash_core.training.session import initial_drafter
 from tests.training.small import INFO, config, final_weights, losses, make_shards, vocabulary
-from tests.waiting import PATIENCE_S
 
 
 def test_after_kills_at_any_moment_the_final_weights_are_those_of_an_undisturbed_run_bit_for_bit(tmp_path: Path) -> None:
@@ -27,7 +26,6 @@ def test_after_kills_at_any_moment_the_final_weights_are_those_of_an_undisturbed
         env=environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("killed") == 10, done.stdout
