@@ -19,7 +19,7 @@ from dflash_core.errors import TargetError
 from dflash_core.shards.extract import card_of, extract, is_to_do, target_threads
 from dflash_core.shards.store import fetch_file
 from dflash_core.stages import Progress, no_progress
-from dflash_core.target import TargetModel, resolve_target
+from dflash_core.target import TargetInfo, TargetModel, resolve_target
 
 
 class ShardJob(BaseModel):
@@ -69,7 +69,7 @@ def make_shards(job: ShardJob, progress: Progress = no_progress) -> dict[str, An
             fetch_file(job.samples, samples)
         table, dtype = SampleTable.open(samples), job.target.dtype
         card = card_of(job.extraction, info, table, job.tap_layers, dtype, job.code_version)
-        models = [_load(job)] if is_to_do(folder, card, job.shared) else []
+        models = [_load(job, info)] if is_to_do(folder, card, job.shared) else []
         targets, heads = target_threads(models, job.extraction, job.tap_layers)
         return extract(
             job.extraction, info, targets, table, folder, tap_layers=job.tap_layers, target_dtype=dtype, code_version=job.code_version, heads=heads,
@@ -77,7 +77,6 @@ def make_shards(job: ShardJob, progress: Progress = no_progress) -> dict[str, An
         )  # fmt: skip
 
 
-def _load(job: ShardJob) -> TargetModel:
+def _load(job: ShardJob, info: TargetInfo) -> TargetModel:
     devices = [device if device == "cpu" else f"cuda:{index}" for index, device in enumerate(devices_of(job.target.device))]
-    info, trusted = resolve_target(job.target), job.target.trust_remote_code
-    return TargetModel.from_pretrained(info, dtype=job.target.dtype, device="+".join(devices), trust_remote_code=trusted)
+    return TargetModel.from_pretrained(info, dtype=job.target.dtype, device="+".join(devices), trust_remote_code=job.target.trust_remote_code)

@@ -97,6 +97,7 @@ class SharedShards:
                     self._remove(self._claim(shard, last + 1))
                     return False
             self._mine[shard] = last + 1
+            self._files.invalidate_cache()
             if self._files.exists(self._part(shard)):  # finished, and its claim given back, since the last look
                 self._finished.add(shard)
                 self.give_back(shard)
@@ -179,7 +180,7 @@ class SharedShards:
         if (shard, generation) not in self._owners:
             owner = self._read(self._claim(shard, generation))
             if not owner:  # being written, or given back this moment
-                return "nobody"
+                return f"nobody-{shard}.{generation}"
             self._owners[shard, generation] = owner.decode()
         return self._owners[shard, generation]
 
@@ -207,10 +208,17 @@ class SharedShards:
         if self._create(f"{self._path}/{CARD}", content):
             return
         try:
-            found = ShardCard.model_validate_json(self._files.cat_file(f"{self._path}/{CARD}"))
+            found = ShardCard.model_validate_json(self._card_of_others())
         except ValidationError as error:
             raise ShardError(f"{self.address}: {CARD} is damaged or of another format. Delete what is there, and start again.") from error
         found.require(self.card.identity, self.address)
+
+    def _card_of_others(self) -> bytes:
+        for _ in range(50):  # in a folder, creating and writing are two steps, and who begins at the same time may look between them
+            if content := self._read(f"{self._path}/{CARD}"):
+                return content
+            time.sleep(0.1)
+        return b""
 
     def _create(self, path: str, content: bytes) -> bool:
         """Write an object, unless there is one."""

@@ -77,9 +77,10 @@ class ShardWriter:
         if not self._claims.take(shard):
             return False
         if self._shared is not None and not self._shared.take(shard):
-            if not self._shared.has(shard):
+            finished = self._shared.has(shard)
+            if not finished:
                 self._claims.give_back(shard)
-            return self._shared.has(shard)
+            return finished
         for path in (self.folder / shard_name(shard), index_part(self.folder, shard)):
             for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
                 leftover.unlink()

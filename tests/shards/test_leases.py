@@ -13,7 +13,7 @@ import torch
 
 from dflash_core.errors import ShardError
 from dflash_core.shards import ShardDataset, verify_shards
-from dflash_core.shards.format import INDEX, ShardCard, shard_name
+from dflash_core.shards.format import CARD, INDEX, ShardCard, shard_name
 from dflash_core.shards.leases import SharedShards
 from tests.shards.fakes import FakeSamples, contents, hidden_states, run
 
@@ -91,6 +91,26 @@ def test_one_that_shows_itself_while_it_is_taken_over_keeps_its_claim(whole: Pat
         monkeypatch.setattr(hasty, "_look", lambda: None)  # or it would have seen the pulse before
         assert not hasty.take(1)
         slow.publish(1, whole)
+
+
+def test_what_is_being_claimed_is_not_taken_over_because_another_claim_was_long_ago(whole: Path, tmp_path: Path) -> None:
+    address, card, clock = f"file://{tmp_path}/store", ShardCard.read(whole), Clock()
+    with SharedShards(address, card, lease_s=LEASE_S, clock=clock) as one:
+        for shard in (1, 2):  # created, and not yet written
+            (tmp_path / "store" / "claims" / f"{shard:05d}.0").touch()
+            assert not one.take(shard)
+            clock.now += LEASE_S + 1
+        assert one.take(1)
+
+
+def test_a_card_that_is_being_written_is_waited_for(whole: Path, tmp_path: Path) -> None:
+    address, card, path = f"file://{tmp_path}/store", ShardCard.read(whole), tmp_path / "store" / CARD
+    path.parent.mkdir()
+    path.touch()
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(SharedShards, address, card)
+        path.write_text(card.model_dump_json())
+        joining.result().close()
 
 
 def test_two_machines_divide_the_shards_and_each_ends_with_all_of_them(address: str, whole: Path, tmp_path: Path) -> None:
