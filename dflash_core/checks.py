@@ -173,17 +173,18 @@ def _memory_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
     """Evaluations whose keys and values are larger than the memory of their devices even after prompts of no length."""
     evaluation, during = config.evaluation, config.training.evaluation
     asked = [
-        (f"evaluation.batch_sizes.{index}", rows, evaluation.max_new_tokens, evaluation.device) for index, rows in enumerate(evaluation.batch_sizes)
+        (f"evaluation.batch_sizes.{index}", rows, rows, evaluation.max_new_tokens, evaluation.device)
+        for index, rows in enumerate(evaluation.batch_sizes)
     ]
     if during.every_steps:
-        asked.append(("training.evaluation.max_new_tokens", 1, during.max_new_tokens, config.training.evaluation_device))
-    for field, rows, tokens, device in asked:
+        asked.append(("training.evaluation.max_new_tokens", during.max_new_tokens, 1, during.max_new_tokens, config.training.evaluation_device))
+    for field, value, rows, tokens, device in asked:
         positions = min(tokens, info.max_position_embeddings)
         wanted = static_cache_bytes(info, rows, positions, 4 if evaluation.dtype == "float32" else 2)
         there = sum(map(total_memory, devices_of(device)))
         if wanted > there:
             message = f"keys and values of {rows} x {positions:,} positions take {wanted / 2**30:,.0f} GiB, and {device} has {there / 2**30:,.0f} GiB"
-            yield Problem(field, tokens if rows == 1 else rows, message, "Lower evaluation.batch_sizes or max_new_tokens")
+            yield Problem(field, value, message, "Lower it" if field.endswith("max_new_tokens") else "Lower it or evaluation.max_new_tokens")
 
 
 def _quantisation_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:

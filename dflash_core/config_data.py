@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from dflash_core.config_section import Fraction, LoosePath, PositiveInt, Section, Temperature
+from dflash_core.config_section import COLDEST, Fraction, LoosePath, PositiveInt, Section, Temperature
 
 
 class PromptSource(Section):
@@ -36,7 +36,7 @@ class PromptSource(Section):
 class DrawnConfig(Section):
     """Requests that the target writes itself, where ``data.sources`` names 'target'."""
 
-    temperature: float = Field(0.8, ge=0.01, description="Sampling temperature of requests; the lower, the more alike and the saner.")
+    temperature: float = Field(0.8, ge=COLDEST, description="Sampling temperature of requests; the lower, the more alike and the saner.")
     top_p: float = Field(0.95, gt=0.0, le=1.0, description="Nucleus sampling: share of probability that is kept.")
     max_new_tokens: PositiveInt = Field(192, description="Longest request, in tokens; what is longer is left out.")
     openings: Annotated[tuple[str, ...], Field(strict=False)] = Field(

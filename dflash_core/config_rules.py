@@ -133,7 +133,7 @@ def _spread(config: PipelineConfig) -> Iterator[Problem]:
     named += [(f"training.target_devices.{index}", device) for index, device in enumerate(config.training.target_devices)]
     for field, device in named:
         parts = devices_of(device)
-        if len(parts) > 1 and len(set(parts)) > 1 and "cpu" in parts:
+        if len(set(parts)) > 1 and "cpu" in parts:
             yield Problem(field, device, "mixes cpu and cuda", "Spread the target over GPUs, or leave it on the CPU")
         elif len(set(parts)) < len(parts) and "cpu" not in parts:
             yield Problem(field, device, "names a GPU twice", "Name each device of a target once")

@@ -129,6 +129,7 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
 
 
 def in_store(plan: Plan, folder: Path) -> bool:
+    """Whether the stage 'shards' finds its dataset finished in the store, and takes it from there."""
     return bool(plan.config.extraction.store) and holds(_address(plan, folder))
 
 
@@ -137,6 +138,7 @@ def _address(plan: Plan, folder: Path) -> str:
 
 
 def extract_shards(plan: Plan, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Make what is missing of the shards, with a target only where something is; returns the counts."""
     target, extraction, taps = plan.config.target, plan.config.extraction, plan.tap_layers
     samples, shared = SampleTable.open(plan.folder("samples") / "train.parquet"), _address(plan, folder) if extraction.store else None
     card = card_of(extraction, plan.info, samples, taps, target.dtype, CODE_VERSIONS["shards"])
@@ -183,6 +185,7 @@ def shard_job(plan: Plan) -> ShardJob | None:
 
 
 def run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
+    """Train, or go on from the last checkpoint; returns the counts."""
     planned_steps(plan)  # refuses what the data cannot fill, and names the file, which training does not know
     result = train(
         plan.config,
@@ -255,10 +258,12 @@ def features_of(plan: Plan) -> ShardDataset | LiveSamples:
 
 
 def vocabulary_of(plan: Plan) -> TargetVocabulary:
+    """The target's embedding and head alone, on the host."""
     return TargetVocabulary.from_pretrained(plan.info, dtype=getattr(torch, plan.config.target.dtype))
 
 
 def drafter_config_of(plan: Plan) -> DFlashConfig:
+    """The shape of the drafter, of which the target's is a part."""
     return DFlashConfig.from_target(plan.info, plan.config.drafter)
 
 

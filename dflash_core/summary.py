@@ -9,10 +9,7 @@ from dflash_core.config import annotated_yaml
 from dflash_core.pipeline import StageResult
 from dflash_core.plan import Plan
 from dflash_core.runners import drafter_folder, evaluation_of
-from dflash_core.stages import (
-    atomic_write,
-    write_json_atomic,
-)
+from dflash_core.stages import atomic_write, write_json_atomic
 
 
 def write_summary(plan: Plan, results: Mapping[str, StageResult], *, mlflow_run_id: str | None = None) -> Path:

@@ -79,10 +79,11 @@ def submit(path: Path, overrides: Sequence[str], deployment: str, watch: bool) -
         with contextlib.chdir(ROOT):  # where the worker runs it: relative paths mean the same
             Plan(config, str(path))
     from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.utilities.urls import url_for
 
     with temporary_settings({PREFECT_API_URL: url}):
         run = _created(config, deployment)
-        print(summary_of(config, overrides, deployment, str(run.id), _page(run)))
+        print(summary_of(config, overrides, deployment, str(run.id), url_for(run)))
         try:
             state = _watched(run.id) if watch else None
         except KeyboardInterrupt:
@@ -115,19 +116,14 @@ def _created(config: PipelineConfig, deployment: str) -> Any:
     with get_client(sync_client=True) as client:
         try:
             found = client.read_deployment_by_name(deployment)
-            return client.create_flow_run_from_deployment(found.id, parameters=parameters_of(config), name=config.run.name)
         except (ObjectNotFound, ValueError) as error:  # ValueError: not of the form flow/name
             flows = {item.id: item.name for item in client.read_flows()}
-            known = sorted(f"{flows[item.flow_id]}/{item.name}" for item in client.read_deployments())
+            known = sorted(f"{flows[item.flow_id]}/{item.name}" for item in client.read_deployments() if item.flow_id in flows)
             raise DeploymentError(f"'{deployment}' is not deployed; what is: {', '.join(known) or 'nothing yet (dflashctl deploy)'}.") from error
+        try:
+            return client.create_flow_run_from_deployment(found.id, parameters=parameters_of(config), name=config.run.name)
         except PrefectHTTPStatusError as error:
             raise DeploymentError(f"Prefect refuses the run: {error.response.text}") from error
-
-
-def _page(run: Any) -> str | None:
-    from prefect.utilities.urls import url_for
-
-    return url_for(run)
 
 
 def _watched(run_id: UUID) -> Any:

@@ -8,7 +8,6 @@ costs the shard that it had open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from prefect import flow
@@ -48,5 +47,4 @@ def ray_runner(ray: RayConfig, **local: Any) -> TaskRunner[Any]:
     """The task runner of a cluster. ``local``: arguments of ``ray.init`` where it is one on this machine alone."""
     from prefect_ray import RayTaskRunner  # an extra
 
-    settings: Mapping[str, Any] = {"include_dashboard": False, **local} if ray.address is None else {}
-    return RayTaskRunner(address=ray.address, init_kwargs=dict(settings))
+    return RayTaskRunner(address=ray.address, init_kwargs={"include_dashboard": False, **local} if ray.address is None else {})

@@ -127,10 +127,12 @@ class _Drawing:
             raise _error(total, f"of {total} requests only {len(requests)} ended within data.drawn.max_new_tokens = {self._drawn.max_new_tokens}")
         new = self._new(requests)
         firsts = {number: (*system, Message("user", text)) for number, text in new.items()}
-        going_on = {number: said for number, said in firsts.items() if self._random(number, "goes on") < self._drawn.followed}
-        answers, histories = self._answered(going_on)
+        answers, histories = self._answered(
+            {number: said for number, said in firsts.items() if self._random(number, "goes on") < self._drawn.followed}
+        )
         seconds = self._draw([_Turn(number, said) for number, said in histories.items()], self._drawn.follow_ups)
-        _write_rows(place / REQUESTS, {number: self._said(number, said, histories, seconds) for number, said in firsts.items()})
+        going_on = {number: (*histories[number], Message("user", text)) for number, text in seconds.items()}
+        _write_rows(place / REQUESTS, firsts | going_on)
         write_response_cache(place / ANSWERS, answers)
         return {
             "drawn": total,
@@ -204,11 +206,6 @@ class _Drawing:
             entries.append((cache_key(self._target_digest, data.generation, prompt), (answered.responses or ())[0]))
             histories[number] = messages
         return entries, histories
-
-    def _said(
-        self, number: int, first: tuple[Message, ...], histories: Mapping[int, tuple[Message, ...]], seconds: Mapping[int, str]
-    ) -> tuple[Message, ...]:
-        return (*histories[number], Message("user", seconds[number])) if number in seconds else first
 
     def _seed(self, number: int, purpose: str) -> int:
         digest = hashlib.sha256(json.dumps([self._config.run.seed, number, purpose]).encode()).digest()

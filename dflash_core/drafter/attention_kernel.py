@@ -108,6 +108,7 @@ def forward_kernel(
     A, GROUP, N, T, Q, tiles, factor,
     S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
+    """out and, for the backward pass, lse: the logarithm (base 2) of each query's sum."""
     heads = tl.num_programs(0) // tiles
     tile = tiles - 1 - tl.program_id(0) // heads  # late anchors see most
     b, a = (tl.program_id(0) % heads) // A, (tl.program_id(0) % heads) % A

@@ -1,6 +1,6 @@
 """Whether what an evaluation keeps in memory fits onto its device: found before anything is decoded, and told in terms of the settings.
 
-with fits(target, room, drafter.config, "evaluation.batch_sizes.1", 64):
+with fits(target, room, drafter.config, "evaluation.batch_sizes", 64):
     verifier = open_verifier(target, room)
 """
 

@@ -28,7 +28,7 @@ _INSTALL = {"auto_round": "auto-round", "compressed_tensors": "compressed-tensor
 def quantisation_of(folder: str | Path) -> str | None:
     """How the weights of the model in ``folder`` are stored ('fp8', 'gptq', 'bitsandbytes', …); None where they are plain."""
     config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return None if not found else str(found.get("quant_method", "an unnamed method"))
 
 

@@ -42,19 +42,18 @@ class QuickLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._packable = _packs(weight)
+        self._packable = _can_pack(weight)
         self._packed: Tensor | None = None
-        self._packs: dict[int, bool] = {}
+        self._pays: dict[int, bool] = {}  # by rows
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
         rows = x.numel() // self.in_features
         if not self._packable or not 0 < rows <= _MOST_ROWS or torch.is_grad_enabled():
             return functional.linear(x, self.weight, self.bias)
-        packs = self._packs.get(rows)
-        if packs is None:
-            packs = self._packs[rows] = packing_pays(self.out_features, self.in_features, 1 << (rows - 1).bit_length(), self.weight.dtype)
-        if not packs:
+        if rows not in self._pays:
+            self._pays[rows] = packing_pays(self.out_features, self.in_features, 1 << (rows - 1).bit_length(), self.weight.dtype)
+        if not self._pays[rows]:
             return functional.linear(x, self.weight, self.bias)
         if self._packed is None:
             if not _has_room_for(self.weight):
@@ -66,7 +65,7 @@ class QuickLinear(nn.Module):
 
 def quick(module: nn.Module) -> nn.Module | None:
     """A ``QuickLinear`` for a plain linear layer on a CPU that can be packed; None for anything else, and where others have hooks on it."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or not _packs(module.weight):
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or not _can_pack(module.weight):
         return None
     return QuickLinear(module.weight, module.bias)
 
@@ -122,7 +121,7 @@ def _has_room_for(weight: Tensor) -> bool:
     return free_memory("cpu") - weight.numel() * weight.dtype.itemsize > total_memory("cpu") // 8
 
 
-def _packs(weight: Tensor) -> bool:
+def _can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or weight.numel() * weight.dtype.itemsize < _LEAST_BYTES or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
