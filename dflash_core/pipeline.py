@@ -113,7 +113,7 @@ def _is_busy(folder: Path) -> bool:
 def _help_with_shards(plan: Plan, folder: Path, progress: Progress, watch: Stopwatch) -> StageResult:
     """Extract beside the process that holds the stage, until it says that the stage is done. Takes its place should it die.
 
-    What has to do with the store is for the other one to do.
+    A dataset that is finished in the store is for the other one to fetch.
     """
     if not in_store(plan, folder):
         extract_shards(plan, folder, progress)

@@ -147,10 +147,10 @@ class ShardWriter:
             raise ShardError(
                 f"{self.folder} lacks {len(missing)} of {self.card.num_shards} shards, the first is {shard_name(missing[0])}. Run the extraction."
             )
+        self._claims.wait_for(self.card.num_shards)  # the others write the same bytes, but would take away each other's temporary files
         if self._shared is not None:
             pull_shards(self._shared.address, self.card, self.folder)
         table = pa.concat_tables([read_index(index_part(self.folder, shard)) for shard in range(self.card.num_shards)]).combine_chunks()
-        self._claims.wait_for(self.card.num_shards)  # the others write the same bytes, but would take away each other's temporary files
         for leftover in [*self.folder.glob(".*.tmp"), *self.folder.glob(f"{INDEX_PARTS}/.*.tmp")]:
             leftover.unlink()
         with _clear_disk_errors(self.folder, 0):
