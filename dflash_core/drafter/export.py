@@ -73,7 +73,8 @@ def verify_export(folder: str | Path, info: TargetInfo, drafter: DFlashDrafter |
     problems += _field_problems(fields, config, info)
     problems += target_problems(config, info)
     if config.target_name != info.name:
-        problems.append(f"{CONFIG}: speculators_config.verifier.name_or_path = {config.target_name!r}, the target is {info.name!r}")
+        field = "speculators_config.verifier.name_or_path" if fits_speculators(config) else "target_name_or_path"
+        problems.append(f"{CONFIG}: {field} = {config.target_name!r}, the target is {info.name!r}")
     problems += _rope_problems(fields, config, info, drafter)
     problems += _stored_problems(folder, config, drafter)
     if problems:

@@ -143,17 +143,19 @@ def _unsupported(fields: Mapping[str, Any], native: Mapping[str, Any]) -> Iterat
     """What makes the drafter another function than the one that is trained here."""
     own = native.get("dflash_config") or {}
     sliding = [i for i, kind in enumerate(native.get("layer_types") or []) if kind != "full_attention"]
-    both_ways = {key: (fields if "." not in key else own).get(key.rpartition(".")[2]) is False for key in CAUSAL_KEYS}
-    both_ways |= {"sliding_window_non_causal": bool(fields.get("sliding_window_non_causal"))}
-    for key in [key for key, found in both_ways.items() if sliding and found]:
+    causal = {key: (own if "." in key else fields).get(key.rpartition(".")[2]) for key in CAUSAL_KEYS}
+    both_ways = [key for key, said in causal.items() if said is False]
+    if fields.get("sliding_window_non_causal"):
+        both_ways.append("sliding_window_non_causal")
+    for key in both_ways if sliding else ():
         yield f"{CONFIG}: {key} lets the sliding layers {sliding} see their block both ways, here they see backwards. Choose another drafter."
     for key in ("use_swa", "swa_window_size"):
         if own.get(key):
             yield f"{CONFIG}: dflash_config.{key} = {own[key]!r}: a window that sees its block both ways. Choose another drafter."
     if native.get("hidden_act", "silu") != "silu":
         yield f"{CONFIG}: hidden_act = {native['hidden_act']!r}, expected 'silu'"
-    for key in CAUSAL_KEYS:
-        if (fields if "." not in key else own).get(key.rpartition(".")[2]):
+    for key, said in causal.items():
+        if said:
             yield f"{CONFIG}: {key} is true: its blocks see backwards only, here they see both ways. Choose another drafter."
     for key in OTHER_DRAFTERS:
         if value := own.get(key) or fields.get(key):

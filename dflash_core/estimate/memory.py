@@ -107,8 +107,9 @@ class Sizes:
         devices = self.config.extraction.devices or (self.config.target.device,)
         for device in dict.fromkeys(devices):
             ledger.add(device, "target", self.target(dtype))
+        a_pass = self.a_pass(self.config.extraction.batch_tokens, dtype, len(self.drafter.tap_layers))
         for device in devices:
-            ledger.add(device, "a pass of the target", self.a_pass(self.config.extraction.batch_tokens, dtype, len(self.drafter.tap_layers)))
+            ledger.add(device, "a pass of the target", a_pass * len(devices_of(device)))  # each stage of a spread target has one
         return ledger
 
     def row(self) -> int:

@@ -1,7 +1,7 @@
 """How fast a device is, measured in a fraction of a second, whatever else runs on it.
 
 A product that takes a millisecond is made often: the fastest was disturbed by nobody, and so is what the machine does once it is idle. Of a long one
-all would be disturbed; on two cores that eight programs share it comes out six times slower. What others leave of the processors now is
+all would be disturbed: where many programs share few cores it comes out several times slower. What others leave of the processors now is
 told apart.
 """
 

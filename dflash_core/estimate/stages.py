@@ -120,10 +120,10 @@ class _Work:
         extraction, taps, tokens = self._config.extraction, len(self._plan.tap_layers), self._amounts.tokens
         disk = tokens * sum(column.token_bytes for column in feature_columns(extraction, taps, self._plan.info.hidden_size))
         devices = extraction.devices or (self._config.target.device,)
-        copies = len(devices) if self._kind == "cuda" else 1
+        at_once = sum(len(devices_of(device)) for device in devices) if self._kind == "cuda" else 1
         return Estimate(
             f"{math.ceil(self._amounts.samples / extraction.samples_per_shard)} shards", disk, self._sizes.shards().needed(),
-            self._prefill(tokens) / copies + _LOADING_S,
+            self._prefill(tokens) / at_once + _LOADING_S,
         )  # fmt: skip
 
     def warm_up(self) -> Estimate:

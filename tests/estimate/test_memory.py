@@ -166,6 +166,17 @@ def test_targets_that_feed_or_judge_a_training_are_in_memory_once_for_each_devic
     assert both["target"] + both["evaluation"] == judged["evaluation"]
 
 
+def test_each_device_of_a_spread_target_holds_a_share_of_its_weights_and_a_whole_pass(target: TargetModel) -> None:
+    def parts(device: str) -> Counter[str]:
+        tree = {"target": {"model": target.info.path, "device": device}, "data": {"sources": [{"source": "none.jsonl"}]}}
+        drafter = {"num_layers": 1, "num_taps": 1, "block_size": 4, "mask_token_id": 259}
+        return Sizes(parse_config({**tree, "drafter": drafter}), target.info).shards().parts["cuda:0"]
+
+    one, spread = parts("cuda:0"), parts("cuda:0+cuda:1")
+    assert spread["target"] == one["target"] // 2
+    assert spread["a pass of the target"] == one["a pass of the target"]
+
+
 def test_decoding_takes_more_memory_the_more_requests_are_decoded_together() -> None:
     sizes = Sizes(config(), INFO)
     sizes._loaded["float32"] = 1000
