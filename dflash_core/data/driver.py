@@ -80,12 +80,14 @@ class Driver:
     def __init__(
         self, config: PipelineConfig, tokenizer: Any, journal: Journal, target_digest: str, progress: Progress, *, answers: Path | None = None
     ):
-        """``answers``: a response cache beside ``data.response_cache``."""
+        """``answers``: a response cache of this run's own, beside ``data.response_cache`` and whatever ``data.regenerate`` says of that."""
         self._config, self._tokenizer = config, tokenizer
         self._journal, self._target_digest, self._progress = journal, target_digest, progress
         self._generation = config.data.generation
-        paths = filter(None, (answers, config.data.response_cache)) if config.data.regenerate == "auto" else ()
-        self._cache = {key: response for path in paths for key, response in read_response_cache(path, target_digest, self._generation).items()}
+        self._cache: dict[str, Response] = {}
+        for path in (config.data.response_cache if config.data.regenerate == "auto" else None, answers):
+            if path is not None:
+                self._cache |= read_response_cache(path, target_digest, self._generation)
         self.generated = self.from_cache = self.dropped = 0
 
     def by_target(self, conversations: Sequence[Conversation], generate: Generate) -> Iterator[Answered]:

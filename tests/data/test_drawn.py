@@ -148,9 +148,10 @@ def test_what_does_not_end_is_empty_says_what_the_template_says_or_repeats_other
     assert len(rows(draw(tmp_path, config_of(39, min_new_share=0.0), Target(tokenizer, words=alike)))) == 2
 
 
-def test_the_answer_before_a_second_request_is_given_once_and_the_conversation_is_answered_as_any_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("regenerate", ["auto", "always"])
+def test_the_answer_before_a_second_request_is_given_once_and_the_conversation_is_answered_as_any_other(regenerate: str, tmp_path: Path) -> None:
     tokenizer, config = make_tokenizer(tiny.CHATML), config_of(6, followed=1.0, follow_ups=["Now "])
-    config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": "Be kind"})})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": "Be kind", "regenerate": regenerate})})
     target = Target(tokenizer)
     drawn = draw(tmp_path / "drawn", config, target)
     assert all(asked.startswith("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\n") for asked in target.asked)
