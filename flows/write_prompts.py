@@ -6,8 +6,6 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from dflash_core.data import write_prompts
 from dflash_core.retrain.config import load_any_config
 from dflash_core.target import TargetModel, load_tokenizer, resolve_target
@@ -30,7 +28,7 @@ def write(path: Path, overrides: Sequence[str], out: Path) -> None:
 
     @functools.cache
     def load() -> TargetModel:
-        return TargetModel.from_pretrained(info, dtype=getattr(torch, target.dtype), device=target.device, trust_remote_code=target.trust_remote_code)
+        return TargetModel.from_pretrained(info, dtype=target.dtype, device=target.device, trust_remote_code=target.trust_remote_code)
 
     drawn = drawn_requests(config, info, tokenizer, generation_by(info, load))
     counts = write_prompts(drawn.as_source_of(config) if drawn else config, tokenizer, out)

@@ -17,6 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ASSEMBLER.exists(), reaso
 def test_every_kernel_compiles_for_hopper_and_keeps_its_numbers_in_registers() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.compile_kernels", "--most-spilled", "256"]
-    finished = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True, timeout=900, check=False)
+    finished = subprocess.run(command, cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
     assert finished.stdout.count(" registers ") > 40

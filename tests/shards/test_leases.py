@@ -16,6 +16,7 @@ from dflash_core.shards import ShardDataset, verify_shards
 from dflash_core.shards.format import CARD, INDEX, ShardCard, shard_name
 from dflash_core.shards.leases import SharedShards
 from tests.shards.fakes import FakeSamples, contents, hidden_states, run
+from tests.waiting import PATIENCE_S
 
 LEASE_S = 60.0
 
@@ -115,7 +116,7 @@ def test_a_card_that_is_being_written_is_waited_for(whole: Path, tmp_path: Path)
 
 def test_two_machines_divide_the_shards_and_each_ends_with_all_of_them(address: str, whole: Path, tmp_path: Path) -> None:
     """Each waits with its first shard until the other has one, too."""
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=PATIENCE_S)
     made: dict[str, list[int]] = {"one": [], "two": []}
 
     def machine(name: str) -> None:

@@ -23,6 +23,7 @@ from dflash_core.target.spread import Stages, divide, place, without_hooks
 from tests.shards.fakes import contents
 from tests.target.tiny import FAMILIES, HYBRID, LAYERS
 from tests.tiny_run import write_tiny_run
+from tests.waiting import PATIENCE_S
 
 TAPS = (0, 1, 3)
 TWO = "cpu+cpu"
@@ -76,9 +77,9 @@ def test_while_one_batch_is_at_the_second_stage_another_is_at_the_first(tiny_fol
             first = me.number == order[0]
             if first and stage == 1:
                 first_at_second_stage.set()
-                assert second_at_first_stage.wait(60), "no other batch came to the first stage"
+                assert second_at_first_stage.wait(PATIENCE_S), "no other batch came to the first stage"
             elif not first and stage == 0:
-                assert first_at_second_stage.wait(60), "the first batch is not at the second stage"
+                assert first_at_second_stage.wait(PATIENCE_S), "the first batch is not at the second stage"
                 second_at_first_stage.set()
 
         return hook
