@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -157,13 +157,13 @@ class SharedShards:
             self._looked_at = now
             self._files.invalidate_cache()
             claims: dict[int, list[int]] = {}
-            for name in self._names("claims"):
+            for name in self._sizes("claims"):
                 if found := _CLAIM.fullmatch(name):
                     claims.setdefault(int(found[1]), []).append(int(found[2]))
             self._claims = claims
-            parts = self._names(INDEX_PARTS)  # after the claims: of a shard whose claim was given back before, the rows are there now
-            by_name = {index_part(Path(), shard).name: shard for shard in range(self.card.num_shards)}
-            self._finished = {by_name[name] for name in parts if name in by_name}
+            parts = self._sizes(INDEX_PARTS)  # after the claims: of a shard whose claim was given back before, the rows are there now
+            # In a folder a file is empty before its content is there.
+            self._finished = {shard for shard in range(self.card.num_shards) if parts.get(index_part(Path(), shard).name)}
             for owner in {self._owner_of(shard, max(claims[shard])) for shard in claims.keys() - self._finished - self._mine.keys()}:
                 self._feel_pulse(owner)
 
@@ -239,9 +239,10 @@ class SharedShards:
         with contextlib.suppress(Exception):  # what is left behind is taken for the claim of one that died
             self._files.rm_file(path)
 
-    def _names(self, folder: str) -> Iterator[str]:
-        found = self._files.find(f"{self._path}/{folder}") if self._files.exists(f"{self._path}/{folder}") else []
-        return (str(name).rpartition("/")[2] for name in found)
+    def _sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of each object, by its name."""
+        found = self._files.find(f"{self._path}/{folder}", detail=True) if self._files.exists(f"{self._path}/{folder}") else {}
+        return {str(name).rpartition("/")[2]: int(item["size"]) for name, item in found.items()}
 
     def _claim(self, shard: int, generation: int) -> str:
         return f"{self._path}/claims/{shard:05d}.{generation}"

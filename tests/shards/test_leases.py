@@ -13,7 +13,7 @@ import torch
 
 from dflash_core.errors import ShardError
 from dflash_core.shards import ShardDataset, verify_shards
-from dflash_core.shards.format import CARD, INDEX, ShardCard, shard_name
+from dflash_core.shards.format import CARD, INDEX, ShardCard, index_part, shard_name
 from dflash_core.shards.leases import SharedShards
 from tests.shards.fakes import FakeSamples, contents, hidden_states, run
 from tests.waiting import PATIENCE_S
@@ -54,6 +54,17 @@ def test_what_is_published_is_there_for_others_and_is_not_claimed_again(address:
         assert one.has(2)
         assert not two.take(2)
         assert two.has(2)
+
+
+def test_a_shard_whose_index_rows_are_still_on_their_way_is_not_there_yet(whole: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with SharedShards(f"file://{store}", ShardCard.read(whole)) as shared:
+        part = index_part(store, 2)
+        part.touch()
+        assert not shared.has(2)
+        part.write_bytes(index_part(whole, 2).read_bytes())
+        shared._looked_at = -1e9
+        assert shared.has(2)
 
 
 def test_claims_of_one_without_a_pulse_are_taken_over_after_a_lease_and_not_before_and_it_notices(address: str, whole: Path) -> None:
