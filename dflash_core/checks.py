@@ -212,7 +212,7 @@ def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Proble
 
 def advice(config: PipelineConfig) -> list[str]:
     """What is allowed but unwise here, as sentences."""
-    return [*_advice_on_precision(config), *_advice_on_window(config)]
+    return [*_advice_on_precision(config), *_advice_on_window(config), *_advice_on_teacher(config)]
 
 
 def _advice_on_window(config: PipelineConfig) -> list[str]:
@@ -232,12 +232,15 @@ def _advice_on_precision(config: PipelineConfig) -> list[str]:
         )
         if "cpu" in devices_of(device) and dtype == "bfloat16"
     ]
-    sentences = []
-    if on_cpu and not _cpu_multiplies_bfloat16():
-        sentences.append(f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32.")
-    if config.training.feed == "online" and config.extraction.teacher != "none":
-        sentences.append(f"extraction.teacher = {config.extraction.teacher} is of no use with training.feed = online, which stores nothing.")
-    return sentences
+    if not on_cpu or _cpu_multiplies_bfloat16():
+        return []
+    return [f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32."]
+
+
+def _advice_on_teacher(config: PipelineConfig) -> list[str]:
+    if config.training.feed != "online" or config.extraction.teacher == "none":
+        return []
+    return [f"extraction.teacher = {config.extraction.teacher} is of no use with training.feed = online, which stores nothing."]
 
 
 def _cpu_multiplies_bfloat16() -> bool:
