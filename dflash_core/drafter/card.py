@@ -94,8 +94,8 @@ def model_card(config: DFlashConfig, info: TargetInfo, facts: Mapping[str, objec
 def _attention(config: DFlashConfig) -> str:
     if not config.sliding_layers:
         return "full"
-    full = [layer for layer in range(config.num_layers) if layer not in config.sliding_layers]
-    return f"sliding windows of {config.sliding_window} positions" + (f", full in {', '.join(map(str, full))} (from 0)" if full else "")
+    full = ", ".join(map(str, config.full_layers))
+    return f"sliding windows of {config.sliding_window} positions" + (f", full in {full} (from 0)" if full else "")
 
 
 def _exactness(config: DFlashConfig) -> str:

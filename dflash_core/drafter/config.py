@@ -86,6 +86,11 @@ class DFlashConfig:
         """What each draft layer sees, as configurations of Transformers spell it."""
         return ["sliding_attention" if layer in self.sliding_layers else "full_attention" for layer in range(self.num_layers)]
 
+    @property
+    def full_layers(self) -> list[int]:
+        """0-based draft layers with full attention, ascending."""
+        return [layer for layer in range(self.num_layers) if layer not in self.sliding_layers]
+
     def window_of(self, layer: int) -> int:
         """Sliding window of a draft layer; 0 for full attention."""
         return self.sliding_window if layer in self.sliding_layers else 0

@@ -57,8 +57,7 @@ class ImportedDrafter:
         """The section of a configuration that goes on training it, as YAML."""
         config, window = self.config, ""
         if config.sliding_layers:
-            full = [layer for layer in range(config.num_layers) if layer not in config.sliding_layers]
-            window = f"\n  sliding_window: {config.sliding_window}\n  full_attention_layers: {full}"
+            window = f"\n  sliding_window: {config.sliding_window}\n  full_attention_layers: {config.full_layers}"
         return (
             f"drafter:\n  initial_checkpoint: {json.dumps(str(self.folder))}\n"
             f"  num_layers: {config.num_layers}\n  tap_layers: {list(config.tap_layers)}\n"

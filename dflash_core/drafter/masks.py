@@ -89,7 +89,7 @@ def layer_masks(build: Callable[[int], M], config: DFlashConfig) -> M | LayerMas
     """What the layers of a drafter want: one mask, or ``LayerMasks``. ``build`` makes the mask of a window, 0 for full attention."""
     if not config.sliding_layers:
         return build(0)
-    return LayerMasks(build(0) if len(config.sliding_layers) < config.num_layers else None, build(config.sliding_window))
+    return LayerMasks(build(0) if config.full_layers else None, build(config.sliding_window))
 
 
 class BlockMaskTensors(NamedTuple):

@@ -25,7 +25,7 @@ def require_room(target: TargetModel, room: Room, drafter: DFlashConfig, field: 
         InputError: naming ``field``, the setting that asks for so many requests or tokens.
     """
     wanted = room.cache_bytes(target.info, drafter, target.dtype.itemsize, drafters=drafters)
-    free = sum(map(free_memory, target.devices))
+    free = sum(map(free_memory, set(target.devices)))
     if wanted > free:
         message = f"keys and values of {_requests(target, room)} take {_gib(wanted)}, and {_places(target)} has {_gib(free)} left"
         raise InputError("evaluation", [_problem(field, value, message)])
@@ -53,7 +53,7 @@ def _requests(target: TargetModel, room: Room) -> str:
 
 
 def _places(target: TargetModel) -> str:
-    return " and ".join(map(str, target.devices))
+    return " and ".join(map(str, dict.fromkeys(target.devices)))
 
 
 def _gib(size: int) -> str:
