@@ -13,8 +13,10 @@ import fsspec
 import torch
 
 from dflash_core.config import PipelineConfig, devices_of
+from dflash_core.config_rules import devices_of_targets
 from dflash_core.data.benchmarks import BENCHMARKS
 from dflash_core.data.builtin import BUILTIN_SOURCES
+from dflash_core.data.drawn import draws
 from dflash_core.drafter.attention import kernels_fit
 from dflash_core.drafter.checkpoint import read_drafter_config
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, mask_token_problems, tap_problems
@@ -34,7 +36,7 @@ def check_environment(config: PipelineConfig, source: str = "config") -> None:
 def check_target(config: PipelineConfig, info: TargetInfo, source: str = "config") -> None:
     """The drafter's settings fit the target, and its initial checkpoint both. Raises ``ConfigError``."""
     _raise(source, [*_target_problems(config, info), *_memory_problems(config, info)])
-    _raise(source, list(_start_problems(config, info)))
+    _raise(source, [*_drafter_problems(config, info), *_start_problems(config, info)])
 
 
 def check_schedule(config: PipelineConfig, steps_available: int, source: str = "config") -> None:
@@ -127,12 +129,16 @@ def _device_problems(config: PipelineConfig) -> Iterator[Problem]:
 
 def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
     drafter = config.drafter
-    taps = chosen_tap_layers(drafter, info.num_layers)
-    if drafter.tap_layers is None and len(taps) > max(1, info.num_layers - 3):
+    num_taps = drafter.num_taps or drafter.num_layers
+    if drafter.tap_layers is None and num_taps > max(1, info.num_layers - 3):
         field = "drafter.num_taps" if drafter.num_taps else "drafter.num_layers"
-        yield Problem(field, len(taps), f"more taps than the target's {info.num_layers} layers can give", "Lower drafter.num_taps")
+        yield Problem(field, num_taps, f"more taps than the target's {info.num_layers} layers can give", "Lower drafter.num_taps")
     else:
-        yield from tap_problems(taps, info)
+        yield from tap_problems(chosen_tap_layers(drafter, info.num_layers), info)
+    for path, device in devices_of_targets(config):
+        if len(devices_of(device)) > info.num_layers:
+            message = f"{info.name} has {info.num_layers} layers, which cannot be spread over {len(devices_of(device))} devices"
+            yield Problem(path, device, message, "Name fewer devices")
     yield from mask_token_problems(drafter.mask_token_id, info)
     yield from _quantisation_problems(config, info)
     if config.extraction.teacher == "topk" and config.extraction.teacher_tokens > info.vocab_size:
@@ -170,7 +176,7 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
 
 
 def _memory_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
-    """Evaluations whose keys and values are larger than the memory of their devices even after prompts of no length."""
+    """Keys and values that are larger than the memory of their devices even after prompts of no length."""
     evaluation, during = config.evaluation, config.training.evaluation
     asked = [
         (f"evaluation.batch_sizes.{index}", rows, rows, evaluation.max_new_tokens, evaluation.device)
@@ -178,9 +184,16 @@ def _memory_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
     ]
     if during.every_steps:
         asked.append(("training.evaluation.max_new_tokens", during.max_new_tokens, 1, during.max_new_tokens, config.training.evaluation_device))
-    for field, value, rows, tokens, device in asked:
-        positions = min(tokens, info.max_position_embeddings)
-        wanted = static_cache_bytes(info, rows, positions, 4 if evaluation.dtype == "float32" else 2)
+    sized = [
+        (field, value, rows, min(tokens, info.max_position_embeddings), 4 if evaluation.dtype == "float32" else 2, device)
+        for field, value, rows, tokens, device in asked
+    ]
+    data, itemsize = config.data, 4 if config.target.dtype == "float32" else 2
+    generated = {"data.generation": data.generation.max_new_tokens} if data.regenerate != "never" and not data.generation.endpoints else {}
+    generated |= {"data.drawn": data.drawn.max_new_tokens} if draws(config) else {}
+    sized += [(f"{section}.max_new_tokens", tokens, 1, tokens, itemsize, config.target.device) for section, tokens in generated.items()]
+    for field, value, rows, positions, size, device in sized:
+        wanted = static_cache_bytes(info, rows, positions, size)
         there = sum(map(total_memory, devices_of(device)))
         if wanted > there:
             message = f"keys and values of {rows} x {positions:,} positions take {wanted / 2**30:,.0f} GiB, and {device} has {there / 2**30:,.0f} GiB"
@@ -198,6 +211,15 @@ def _quantisation_problems(config: PipelineConfig, info: TargetInfo) -> Iterator
     if config.drafter.initial_weights == "target" and config.drafter.initial_checkpoint is None:
         message = f"the target's layers are stored quantised ({method}), and a drafter cannot begin as one of them"
         yield Problem("drafter.initial_weights", "target", message, "Set drafter.initial_weights to random")
+
+
+def _drafter_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
+    """A drafter whose weights alone are larger than the memory of a device."""
+    weights = DFlashConfig.from_target(info, config.drafter).num_parameters()
+    if 4 * weights > (there := max(map(total_memory, config.training.devices))):
+        message = f"the drafter has {weights:,} weights, {4 * weights / 2**30:,.0f} GiB in float32, and a device {there / 2**30:,.0f} GiB"
+        field = "intermediate_size" if config.drafter.intermediate_size else "num_layers"
+        yield Problem(f"drafter.{field}", getattr(config.drafter, field), message, "Lower drafter.num_layers or drafter.intermediate_size")
 
 
 def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from dflash_core.config_data import Redaction as Redaction
 from dflash_core.config_read import parse_as as parse_as
 from dflash_core.config_read import read_tree as read_tree
 from dflash_core.config_rules import cross_field_problems
-from dflash_core.config_section import COLDEST, Decay, Fraction, LoosePath, NumberedSpreadDevice, SpreadDevice, Temperature
+from dflash_core.config_section import COLDEST, Count, Decay, Fraction, LoosePath, NumberedSpreadDevice, SpreadDevice, Temperature
 from dflash_core.config_section import PositiveInt as PositiveInt
 from dflash_core.config_section import Section as Section
 from dflash_core.config_section import devices_of as devices_of
@@ -56,7 +56,7 @@ class TargetConfig(Section):
 class RayConfig(Section):
     """Processes on a Ray cluster that make the shards, in place of this one. For flows; what runs without Prefect extracts by itself."""
 
-    workers: int = Field(0, ge=0, description="Processes, each with as many GPUs as target.device names. 0: no Ray.")
+    workers: Count = Field(0, description="Processes, each with as many GPUs as target.device names. 0: no Ray.")
     address: str | None = Field(
         None,
         min_length=1,
@@ -96,7 +96,7 @@ class DrafterConfig(Section):
     spec: Literal["dflash"] = Field("dflash", description="Variant of the drafter.")
     num_layers: int = Field(5, ge=1, le=64, description="Draft layers.")
     block_size: int = Field(16, ge=2, le=128, description="Tokens of a block: one anchor and block_size - 1 drafted tokens.")
-    mask_token_id: int = Field(ge=0, description="Token that stands for 'to be drafted'. A spare special token: not pad, not eos.")
+    mask_token_id: Count = Field(description="Token that stands for 'to be drafted'. A spare special token: not pad, not eos.")
     tap_layers: Annotated[tuple[int, ...], Field(strict=False)] | None = Field(
         None, description="0-based target layers whose output is tapped, ascending. Default: spread evenly over the target."
     )
@@ -142,7 +142,7 @@ class TrainingEvaluationConfig(Section):
     Precision and block size are those of ``evaluation``.
     """
 
-    every_steps: int = Field(0, ge=0, description="Steps between two evaluations; the last step is one more. 0: none, and no target in memory.")
+    every_steps: Count = Field(0, description="Steps between two evaluations; the last step is one more. 0: none, and no target in memory.")
     prompts: PositiveInt = Field(8, description="Held-out prompts that are decoded each time.")
     max_new_tokens: PositiveInt = Field(64, description="Longest response, in tokens.")
     device: str | None = Field(
@@ -259,8 +259,8 @@ class EvaluationConfig(Section):
         (), description="Further block sizes of decoding, to find the fastest; each takes as long as the evaluation itself."
     )
     cuda_graphs: Literal["auto"] | bool = Field("auto", description="Decode with CUDA graphs, with the drafter and without; auto does so on CUDA.")
-    untrained_prompts: int | None = Field(
-        4, ge=0, description="Prompts of each set on which the drafter is also measured before training; null: all of them."
+    untrained_prompts: Count | None = Field(
+        4, description="Prompts of each set on which the drafter is also measured before training; null: all of them."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from dflash_core.config_section import COLDEST, Fraction, LoosePath, PositiveInt, Section, Temperature
+from dflash_core.config_section import COLDEST, Count, Fraction, LoosePath, PositiveInt, Section, Temperature
 
 
 class PromptSource(Section):
@@ -67,14 +67,14 @@ class GenerationConfig(Section):
     max_new_tokens: PositiveInt = Field(512, description="Longest response, in tokens.")
     temperature: Temperature = Field(0.0, description="0 is greedy; otherwise the sampling temperature.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling: share of probability that is kept.")
-    top_k: int = Field(0, ge=0, description="Keep only the k most likely tokens; 0 keeps all.")
+    top_k: Count = Field(0, description="Keep only the k most likely tokens; 0 keeps all.")
     batch_size: PositiveInt = Field(32, description="Conversations generated together.")
     truncated: Literal["keep", "drop"] = Field("keep", description="Responses that max_new_tokens ended: keep them, or end the conversation before.")
     endpoints: Annotated[tuple[EndpointConfig, ...], Field(strict=False)] = Field(
         (), description="Servers that answer in place of a target loaded here; they share the prompts."
     )
     request_timeout_s: float = Field(600.0, gt=0.0, description="Seconds after which a request to an endpoint is given up and made again.")
-    retries: int = Field(8, ge=0, description="Times in a row that an endpoint may fail, or a request on any, with growing pauses between.")
+    retries: Count = Field(8, description="Times in a row that an endpoint may fail, or a request on any, with growing pauses between.")
 
 
 class Redaction(Section):
@@ -96,7 +96,7 @@ class Redaction(Section):
 class FilterConfig(Section):
     """What of the data is used. Judged by what the users say, whatever the language."""
 
-    min_characters: int = Field(0, ge=0, description="Fewest characters that its users may say in a conversation.")
+    min_characters: Count = Field(0, description="Fewest characters that its users may say in a conversation.")
     max_characters: PositiveInt | None = Field(None, description="Most characters that its users may say in a conversation.")
     min_word_share: Fraction = Field(0.0, description="Least share of letters and digits of any script in that; prose has 0.9, code 0.7.")
     min_compressed_share: Fraction = Field(0.0, description="Least share of its size that zlib brings it to; repetition has less than 0.1.")

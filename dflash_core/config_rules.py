@@ -11,6 +11,8 @@ from dflash_core.errors import Problem
 if TYPE_CHECKING:
     from dflash_core.config import DataConfig, DrafterConfig, EvaluationConfig, PipelineConfig
 
+_MOST_DRAWN = 10_000_000
+
 
 def cross_field_problems(config: PipelineConfig) -> Iterator[Problem]:
     """Everything that is wrong between the settings of a configuration."""
@@ -64,8 +66,12 @@ def _drawn(data: DataConfig) -> Iterator[Problem]:
     if not drawn:
         return
     first = drawn[0]
-    if data.sources[first].limit is None:
+    limit = data.sources[first].limit
+    if limit is None:
         yield Problem(f"data.sources.{first}.limit", None, "a target writes without end", "Say how many requests are to be drawn")
+    elif limit > _MOST_DRAWN:
+        message = f"more requests than the {_MOST_DRAWN:,} that are drawn at a time, as all of them are in memory until they are written"
+        yield Problem(f"data.sources.{first}.limit", limit, message, "Lower it")
     if len(drawn) > 1:
         message = f"is data.sources.{first} already, and would write the same again"
         yield Problem(f"data.sources.{drawn[1]}.source", "target", message, f"Raise data.sources.{first}.limit instead")
@@ -127,11 +133,16 @@ def _devices(config: PipelineConfig) -> Iterator[Problem]:
         yield Problem("training.sync", "sharded", "training.optimizer = muon needs whole matrices", "Set training.sync to all_reduce")
 
 
-def _spread(config: PipelineConfig) -> Iterator[Problem]:
+def devices_of_targets(config: PipelineConfig) -> list[tuple[str, str]]:
+    """Every setting, by field path, that may spread a target over devices."""
     named = [("target.device", config.target.device), ("evaluation.device", config.evaluation.device)]
     named += [(f"extraction.devices.{index}", device) for index, device in enumerate(config.extraction.devices or ())]
     named += [(f"training.target_devices.{index}", device) for index, device in enumerate(config.training.target_devices)]
-    for field, device in named:
+    return named
+
+
+def _spread(config: PipelineConfig) -> Iterator[Problem]:
+    for field, device in devices_of_targets(config):
         parts = devices_of(device)
         if len(set(parts)) > 1 and "cpu" in parts:
             yield Problem(field, device, "mixes cpu and cuda", "Spread the target over GPUs, or leave it on the CPU")

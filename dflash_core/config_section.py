@@ -11,7 +11,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(ge=1)]
+LARGEST = 2**31 - 1  # what lengths and counts of tensors, Arrow and drafters elsewhere hold
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 LoosePath = Annotated[Path, Field(strict=False)]
 COLDEST = 0.01  # divided by less, logits leave the range of float32
 

@@ -39,7 +39,8 @@ def target_info() -> TargetInfo:
     known = {
         "path": plain_folder().name,
         "num_layers": 8, "vocab_size": 1000, "eos_token_ids": (2, 3), "pad_token_id": 0, "bos_token_id": 1, "max_position_embeddings": 8192,
-        "num_kv_heads": 2, "head_dim": 64,
+        "num_kv_heads": 2, "head_dim": 64, "num_heads": 4, "hidden_size": 256, "intermediate_size": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }  # fmt: skip
     return TargetInfo(**{field.name: known.get(field.name) for field in dataclasses.fields(TargetInfo)})  # type: ignore[arg-type]
 

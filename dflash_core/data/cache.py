@@ -56,7 +56,7 @@ def read_response_cache(path: Path, target_digest: str, generation: GenerationCo
                 record = json.loads(line)
                 if (record["target"], record["generation"]) == wanted:
                     found[record["prompt"]] = response_from(record)
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"is not a cached response: {type(error).__name__}: {error}"
         raise DataError(where, [Problem("data.response_cache", where, reason, "Write the file again, or leave data.response_cache out")]) from error
     return found
@@ -94,10 +94,12 @@ class Journal:
         end = 0
         for line in self._file:
             try:
-                key = json.loads(line)["key"] if line.endswith(b"\n") else None
-            except (ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                response_from(record)
+                key = record["key"] if line.endswith(b"\n") else None
+            except (ValueError, KeyError, TypeError, RecursionError):
                 key = None
-            if key is None:  # torn by a crash: all after it is generated again
+            if type(key) is not str:  # torn by a crash, or damaged: all after it is generated again
                 break
             self._places[key] = end
             end += len(line)

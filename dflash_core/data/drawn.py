@@ -10,7 +10,7 @@ Request number i draws from (run.seed, i) alone: more of them begin with the sam
 interrupted. Each is on disk before anything is made of it.
 
 Results, in a folder named by all that they depend on: ``requests.jsonl.gz`` (rows of a source), ``answers.jsonl.gz`` (a response cache: the answers
-before second requests need not be given again) and ``counts.json``, which is written last.
+before second requests need not be given again) and the manifest, which is written last, and believed once the files have been looked at.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ from dflash_core.data.driver import OF_ENDPOINTS, Driver, journalled
 from dflash_core.data.render import check_tokenizer, render_prompt, special_ids, user_opening
 from dflash_core.data.types import Conversation, Message, Response
 from dflash_core.errors import DataError, Problem
-from dflash_core.stages import Progress, atomic_write, no_progress, stage_lock, write_json_atomic
+from dflash_core.stages import Manifest, Progress, Stopwatch, atomic_write, make_ready, no_progress, stage_lock
 
-REQUESTS, ANSWERS, COUNTS = "requests.jsonl.gz", "answers.jsonl.gz", "counts.json"
+REQUESTS, ANSWERS, _JOURNAL = "requests.jsonl.gz", "answers.jsonl.gz", "journal.jsonl"
 _VERSION = 1  # raised when the same settings give other requests
 _RUN = 4  # tokens of a run that is compared between requests
 _LEAST_ENDED = 0.05  # share of the draws that end: a model that never saw a user's turn goes on for ever, or ends at once
+
+logger = logging.getLogger(__name__)
 
 
 class Draw(Protocol):
@@ -87,19 +90,34 @@ def draw_requests(
         target: digests of the target's weights, its tokenizer and its chat template.
 
     Raises:
-        DataError: the chat template does not tell where a user's turn begins and ends, or hardly a draw ends: a base model.
+        DataError: an opening holds special tokens, the chat template does not tell where a user's turn begins and ends, or hardly a draw ends: a
+            base model.
         StageBusyError: another process draws them.
     """
     check_tokenizer(tokenizer)
-    place = folder / digest_of(_depends_on(config, target))[:12]
-    if not (place / COUNTS).is_file():
+    key = digest_of(_depends_on(config, target))
+    place = folder / key[:12]
+    found = _whole(place)
+    if found is None:
         with stage_lock(place):
-            if not (place / COUNTS).is_file():
-                with Journal(place / "journal.jsonl") as journal:
+            found = _whole(place)  # another process may have finished it meanwhile
+            if found is None:
+                if Manifest.read(place) is not None:
+                    logger.warning("%s was damaged since it was drawn, and is drawn again", place)
+                make_ready(place, key)
+                watch = Stopwatch()
+                with Journal(place / _JOURNAL) as journal:
                     counts = _Drawing(config, tokenizer, generate, journal, str(target[0]), progress).write(place)
-                write_json_atomic(place / COUNTS, counts)
-                (place / "journal.jsonl").unlink()
-    return Drawn(place / REQUESTS, place / ANSWERS, json.loads((place / COUNTS).read_bytes()))
+                left_out = (_JOURNAL,)
+                found = Manifest.write(place, stage="drawn", key=key, counts=counts, seconds=watch.seconds, code_version=_VERSION, leave_out=left_out)
+                (place / _JOURNAL).unlink()
+    return Drawn(place / REQUESTS, place / ANSWERS, found.counts)
+
+
+def _whole(place: Path) -> Manifest | None:
+    """The manifest of requests that are all there, as they were written."""
+    found = Manifest.read(place)
+    return None if found is None or found.problem(place) else found
 
 
 def _depends_on(config: PipelineConfig, target: Sequence[str | None]) -> list[Any]:
@@ -120,6 +138,7 @@ class _Drawing:
 
     def write(self, place: Path) -> dict[str, int]:
         """Draw everything, and write requests and answers. Returns the counts."""
+        self._check_openings()
         total = draws(self._config)
         system = () if self._config.data.system_prompt is None else (Message("system", self._config.data.system_prompt),)
         requests = self._draw([_Turn(number, system) for number in range(total)], self._drawn.openings)
@@ -140,6 +159,18 @@ class _Drawing:
             "drawn_repeated": len(requests) - len(new),
             "drawn_followed": len(seconds),
         }
+
+    def _check_openings(self) -> None:
+        """Raise ``DataError`` for openings that would end a user's turn, or begin another, before the target says a word."""
+        problems = []
+        for name in ("openings", "follow_ups"):
+            for index, text in enumerate(getattr(self._drawn, name)):
+                if held := self._special.intersection(self._tokenizer(text, add_special_tokens=False)["input_ids"]):
+                    tokens = ", ".join(self._tokenizer.convert_ids_to_tokens(sorted(held)))
+                    message = f"holds {tokens}, which the chat template alone writes"
+                    problems.append(Problem(f"data.drawn.{name}.{index}", text, message, "Leave it out: openings are words of a user"))
+        if problems:
+            raise DataError("data", problems)
 
     def _draw(self, turns: Sequence[_Turn], openings: Sequence[str]) -> dict[int, str]:
         """What users say in these turns, by number, in order; those that did not end as a request does are left out."""

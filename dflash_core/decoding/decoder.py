@@ -94,6 +94,7 @@ class Decoder:
         """
         if max_new_tokens < 1:
             raise InputError("generate", [Problem("max_new_tokens", max_new_tokens, "must be at least 1", "Ask for at least one token")])
+        max_new_tokens = min(max_new_tokens, info.max_position_embeddings)  # no text goes on where the positions have ended
         self._info, self._verifier, self._proposer = info, verifier, proposer
         self._device = device = verifier.device
         self._rows, self._capacity, self._max_new_tokens, self._block_size = rows, capacity, max_new_tokens, block_size

@@ -34,7 +34,8 @@ from dflash_core.shards.store import clear_errors, open_store
 
 LEASE_S = 60.0
 _LOOK_S = 2.0
-_CLAIM = re.compile(r"(\d+)\.(\d+)")
+_CLAIM = re.compile(r"([0-9]+)\.([0-9]+)")
+_OWNER = re.compile(rb"[A-Za-z0-9.-]{1,200}")
 
 
 class SharedShards:
@@ -52,7 +53,8 @@ class SharedShards:
         """
         self.address, self.card, self.lease_s = address, card, lease_s
         self._clock = clock
-        self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:100]
+        self._owner = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._lock = threading.RLock()
         self._finished: set[int] = set()
         self._claims: dict[int, list[int]] = {}  # shard → generations that there are
@@ -178,10 +180,10 @@ class SharedShards:
 
     def _owner_of(self, shard: int, generation: int) -> str:
         if (shard, generation) not in self._owners:
-            owner = self._read(self._claim(shard, generation))
-            if not owner:  # being written, or given back this moment
+            owner = self._read(self._claim(shard, generation)) or b""
+            if not _OWNER.fullmatch(owner):  # being written, given back this moment, or damaged: of one that shows no pulse
                 return f"nobody-{shard}.{generation}"
-            self._owners[shard, generation] = owner.decode()
+            self._owners[shard, generation] = str(owner, "ascii")
         return self._owners[shard, generation]
 
     def _require_claim(self, shard: int) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dflash_core.config import GenerationConfig
 from dflash_core.errors import TargetError
+from dflash_core.target.device import total_memory
 from dflash_core.target.model import TargetModel
 from dflash_core.target.sampling import pick_tokens
-from dflash_core.target.static import StaticTarget
+from dflash_core.target.static import StaticTarget, static_cache_bytes
 
 _WIDTHS = 32  # prompts are padded to a multiple of so many tokens: few shapes, each captured once
 
@@ -54,13 +55,16 @@ class Batch:
         self.rows, self._settings, self._device = rows, settings, target.device
         longest = -(-longest // _WIDTHS) * _WIDTHS
         M = settings.max_new_tokens
+        too_large = TargetError(
+            f"data.generation.batch_size = {rows}: so many answers of max_new_tokens = {M} after prompts of up to {longest} tokens do not fit "
+            f"into the memory of {self._device}. Lower one of the two."
+        )
+        if static_cache_bytes(target.info, rows + 1, longest + M, target.dtype.itemsize) > sum(map(total_memory, target.devices)):
+            raise too_large  # a CPU would say so by ending the process
         try:
             self.static = StaticTarget(target, rows + 1, longest + M)  # one row more, for what only fills up the shape of an admission
         except torch.OutOfMemoryError as error:
-            raise TargetError(
-                f"data.generation.batch_size = {rows}: so many answers of max_new_tokens = {M} after prompts of up to {longest} tokens do not fit "
-                f"into the memory of {self._device}. Lower one of the two."
-            ) from error
+            raise too_large from error
         self.least_admitted = max(1, rows // 16)
         self.most_admitted = self.least_admitted if self._device.type == "cuda" else rows
         self._stop = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self._device)

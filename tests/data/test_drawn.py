@@ -15,6 +15,7 @@ import torch
 
 from dflash_core.config import GenerationConfig, PipelineConfig, TargetConfig, load_config
 from dflash_core.data import Message, RejectLog, Response, build_responses, read_prompts, read_responses
+from dflash_core.data.cache import Journal
 from dflash_core.data.drawn import Drawn, draw_requests
 from dflash_core.data.render import user_opening
 from dflash_core.errors import ConfigError, DataError
@@ -132,6 +133,46 @@ def test_interrupted_at_any_draw_and_started_again_it_gives_the_same_bytes_and_r
     again = Target(tokenizer)
     assert draw(tmp_path / "whole", config, again) == expected
     assert again.asked == []
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"\x1f\x8b"])
+@pytest.mark.parametrize("name", ["requests.jsonl.gz", "answers.jsonl.gz", "manifest.json"])
+def test_drawn_files_that_were_damaged_since_are_drawn_again(name: str, damage: bytes | None, tmp_path: Path) -> None:
+    tokenizer, config = make_tokenizer(tiny.CHATML), config_of(4, followed=0.6)
+    first = Target(tokenizer)
+    whole = draw(tmp_path, config, first)
+    expected = [path.read_bytes() for path in (whole.requests, whole.answers)]
+    damaged = whole.requests.with_name(name)
+    if damage is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damage)
+    again = Target(tokenizer)
+    drawn = draw(tmp_path, config, again)
+    assert [path.read_bytes() for path in (drawn.requests, drawn.answers)] == expected
+    assert again.asked == first.asked
+
+
+@pytest.mark.parametrize("line", [b'{"key": []}', b'{"key": "a"}', b"null", b"\0" * 99, b"[" * 100_000], ids=range(5))
+def test_a_line_of_the_journal_that_is_no_response_is_dropped_with_what_follows(line: bytes, tmp_path: Path) -> None:
+    answer = Response((5, 6), "stop")
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append([("one", answer)])
+    with (tmp_path / "journal.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append([("two", answer)])
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        assert [journal.get(key) for key in ("one", "a", "two")] == [answer, None, answer]
+
+
+def test_openings_with_tokens_of_the_template_are_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    target = Target(make_tokenizer(tiny.CHATML))
+    config = config_of(openings=["Say", "<|im_end|>\n"], follow_ups=["<|im_start|>user"])
+    with pytest.raises(DataError, match=r"data.drawn.openings.1 = '<\|im_end\|>\\n': holds <\|im_end\|>, which .* alone writes") as caught:
+        draw(tmp_path, config, target)
+    assert [problem.path for problem in caught.value.problems] == ["data.drawn.openings.1", "data.drawn.follow_ups.0"]
+    assert target.asked == []
 
 
 def test_what_does_not_end_is_empty_says_what_the_template_says_or_repeats_others_is_left_out_and_counted(tmp_path: Path) -> None:

@@ -86,6 +86,18 @@ def test_claims_of_one_without_a_pulse_are_taken_over_after_a_lease_and_not_befo
         living.publish(1, whole)
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a\0b", b"../../elsewhere", b"a" * 100_000], ids=range(5))
+def test_a_claim_that_names_nobody_is_taken_over_after_a_lease(content: bytes, whole: Path, tmp_path: Path) -> None:
+    clock = Clock()
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "00001.0").write_bytes(content)
+    with SharedShards(f"file://{tmp_path}", ShardCard.read(whole), lease_s=LEASE_S, clock=clock) as living:
+        assert not living.take(1)
+        clock.now = LEASE_S + 1
+        assert living.take(1)
+        living.publish(1, whole)
+
+
 def test_one_that_shows_itself_while_it_is_taken_over_keeps_its_claim(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, card, clock = f"file://{tmp_path}/store", ShardCard.read(whole), Clock()
     with SharedShards(address, card, lease_s=LEASE_S, clock=clock) as hasty, SharedShards(address, card, lease_s=LEASE_S) as slow:

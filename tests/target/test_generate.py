@@ -108,6 +108,9 @@ def test_more_rows_than_memory_holds_are_refused_with_the_settings_to_lower(targ
     monkeypatch.setattr("dflash_core.target.static.torch.zeros", full)
     with pytest.raises(TargetError, match=r"batch_size = 5: .* max_new_tokens = 12 after prompts of up to 32 tokens"):
         target.generate(PROMPTS, _greedy(batch_size=5))
+    monkeypatch.undo()
+    with pytest.raises(TargetError, match=rf"batch_size = 5: .* max_new_tokens = {2**31 - 1} after prompts of up to 32 tokens"):
+        target.generate(PROMPTS, _greedy(batch_size=5, max_new_tokens=2**31 - 1))  # more than any CPU has
 
 
 def _allowed(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> tuple[np.ndarray, np.ndarray]:
