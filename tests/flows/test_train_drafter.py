@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dflash_core import runners
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import DFlashError
 from flows.cli import app
@@ -173,7 +174,7 @@ def test_a_failing_stage_fails_the_run_everywhere_and_the_error_is_its_own(
         raise DFlashError("the disk is full")
 
     config = load_config(tiny_config, ["evaluation.max_new_tokens=5"])
-    monkeypatch.setitem(__import__("dflash_core.pipeline", fromlist=["x"])._RUNNERS, "evaluate", fail)
+    monkeypatch.setitem(runners.RUNNERS, "evaluate", fail)
     with pytest.raises(DFlashError, match="the disk is full"):
         train_drafter(config)
     run, tasks, _ = newest_run(lambda tasks: tasks.get("evaluate") == "Failed" and tasks.get("train") == "Cached")
