@@ -7,7 +7,6 @@ Everything comes from the folder's configuration and tokenizer; the weights are 
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from dflash_core.config import TargetConfig, digest_of
 from dflash_core.errors import TargetError
 from dflash_core.target.quantised import quantisation_of
-from dflash_core.target.weights import cached_sha256, stored_tensors
+from dflash_core.target.weights import cached_sha256, read_json, stored_tensors
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 _TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
@@ -88,6 +87,10 @@ def read_target_info(
     stored_tensors(folder)  # a truncated file is an error here, not after minutes of loading
     tokenizer = load_tokenizer(folder, trust_remote_code)
     text = config.get_text_config(decoder=True)
+    if not hasattr(text, "model_type"):
+        raise TargetError(
+            f"{folder / 'config.json'}: text_config = {str(text)[:60]}: expected the settings of a language model. Fetch the model again."
+        )
     rope = _rope_parameters(text)
     template = tokenizer.chat_template
     return TargetInfo(
@@ -164,7 +167,7 @@ def _tokenizer_digest(folder: Path) -> str:
     parts: list[Any] = [[name, cached_sha256(folder / name)] for name in (*_TOKENIZER_FILES, *_TOKENIZER_EXTRAS) if (folder / name).is_file()]
     settings = folder / "tokenizer_config.json"
     if settings.is_file():  # holds the template too, which has a digest of its own
-        parts.append({key: value for key, value in json.loads(settings.read_text(encoding="utf-8")).items() if key != "chat_template"})
+        parts.append({key: value for key, value in read_json(settings).items() if key != "chat_template"})
     return digest_of(parts)
 
 
@@ -183,11 +186,13 @@ def _eos_token_ids(folder: Path, text: Any, tokenizer: Any) -> tuple[int, ...]:
     generation: dict[str, Any] = {}
     path = folder / "generation_config.json"
     if path.is_file():
-        generation = json.loads(path.read_text(encoding="utf-8"))
+        generation = read_json(path)
     found = generation.get("eos_token_id", getattr(text, "eos_token_id", None))
-    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    ids = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
+    if not all(type(token) is int for token in ids):
+        raise TargetError(f"{folder}: eos_token_id = {ids} in generation_config.json or config.json: expected token ids. Correct it there.")
     if not ids:
         raise TargetError(
             f"{folder}: no end-of-sequence token in generation_config.json, config.json or the tokenizer. Add eos_token_id to one of them."

@@ -5,10 +5,12 @@ Transformers loads them by the ``quantization_config`` of the checkpoint; nothin
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from dflash_core.errors import TargetError
+from dflash_core.target.weights import read_json
 
 _PACKAGES: dict[str, tuple[str, ...]] = {
     "aqlm": ("aqlm",),
@@ -26,10 +28,29 @@ _INSTALL = {"auto_round": "auto-round", "compressed_tensors": "compressed-tensor
 
 
 def quantisation_of(folder: str | Path) -> str | None:
-    """How the weights of the model in ``folder`` are stored ('fp8', 'gptq', 'bitsandbytes', …); None where they are plain."""
-    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    return None if not found else str(found.get("quant_method", "an unnamed method"))
+    """How the weights of the model in ``folder`` are stored ('fp8', 'gptq', 'bitsandbytes', …); None where they are plain.
+
+    Raises:
+        TargetError: in a way that Transformers does not know: it would take what is stored for plain weights.
+    """
+    path = Path(folder) / "config.json"
+    config = read_json(path)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    found: Any = next((part["quantization_config"] for part in parts if part.get("quantization_config") is not None), None)
+    if found is None:
+        return None
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        known = AutoHfQuantizer.supports_quant_method(found)
+    except (ValueError, TypeError, AttributeError):  # it is no mapping, or names no method
+        known = False
+    if not known:
+        raise TargetError(
+            f"{path}: quantization_config = {str(found)[:120]}: it names no quant_method that the installed transformers knows. "
+            "Name the unquantised model, or see whether a newer transformers knows it."
+        )
+    return str(found.get("quant_method", "bitsandbytes"))
 
 
 def missing_packages(method: str, device: str) -> list[str]:

@@ -38,7 +38,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.is_file():
-        files = [folder / name for name in sorted(set(_json(index).get("weight_map", {}).values()))]
+        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
             raise TargetError(
@@ -116,10 +116,18 @@ def cached_sha256(path: Path) -> str:
     return digest
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _weight_map(index: Path) -> dict[str, str]:
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise TargetError(f"{index}: expected a weight_map from tensors to files, found {str(found)[:60]}. Fetch the model again.")
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model. Raises ``TargetError`` where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
     if not isinstance(value, dict):
         raise TargetError(f"{path}: expected a JSON object, found {type(value).__name__}. Fetch the model again.")

@@ -108,6 +108,14 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
     return damage
 
 
+def _setting(**changed: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -121,6 +129,13 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
         (_write("model.safetensors", "not a model"), "11 bytes that do not begin with its header"),
         (_remove("tokenizer.json"), r"expected a tokenizer \(one of tokenizer.json, .*found none"),
         (_write("tokenizer.json", "{}"), "its tokenizer cannot be loaded"),
+        (_write("generation_config.json", "{"), "generation_config.json cannot be read as JSON.*Fetch"),
+        (_write("generation_config.json", "[]"), "generation_config.json: expected a JSON object, found list"),
+        (_write("generation_config.json", '{"eos_token_id": "x"}'), r"eos_token_id = \['x', \d+\] in .*Correct it there"),
+        (_write("model.safetensors.index.json", '{"weight_map": []}'), "expected a weight_map from tensors to files"),
+        (_setting(text_config="x"), "text_config = x: expected the settings of a language model"),
+        (_setting(quantization_config={"quant_method": "magic"}), "'magic'.*names no quant_method that the installed transformers knows"),
+        (_setting(quantization_config={"bits": 4}), "'bits': 4.*names no quant_method"),
     ],
 )
 def test_a_folder_that_cannot_be_used_says_why(folder: Path, damage: Callable[[Path], None], message: str) -> None:
