@@ -80,12 +80,20 @@ def set_prompts(
     )  # fmt: skip
     place = folder / f"{chosen.name}-{key[:12]}"
     made = place / PROMPTS
-    if not made.is_file():  # a file that is there is whole, so evaluations of it may go on side by side
-        with stage_lock(place):
-            prompts = _made(config, chosen, info, tokenizer, target, place, progress)
-            write_json_atomic(made, [asdict(prompt) for prompt in prompts])
-    rows = json.loads(made.read_bytes())
-    return [EvaluationPrompt(chosen.name, row["id"], row["conversation"], tuple(row["tokens"])) for row in rows]
+    if (found := _read_made(made, chosen.name)) is not None:  # it is written as a whole, so evaluations of it may go on side by side
+        return found
+    with stage_lock(place):
+        prompts = _made(config, chosen, info, tokenizer, target, place, progress)
+        write_json_atomic(made, [asdict(prompt) for prompt in prompts])
+    return prompts
+
+
+def _read_made(path: Path, name: str) -> list[EvaluationPrompt] | None:
+    """The prompts in a file of an earlier evaluation; None if there is none, or it was damaged since."""
+    try:
+        return [EvaluationPrompt(name, row["id"], row["conversation"], tuple(row["tokens"])) for row in json.loads(path.read_bytes())] or None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _made(

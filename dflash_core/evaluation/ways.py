@@ -6,9 +6,12 @@ killed evaluation goes on with the next one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from dflash_core.config import EvaluationConfig, digest_of
 from dflash_core.decoding import Decoder, Generation, Room, Sampling, Verifier, open_decoder, open_verifier
@@ -45,7 +48,7 @@ def measure_ways(
     for done, way in enumerate(ways):
         progress(done, len(ways), "ways of decoding")
         path = folder / f"way-{digest_of([key, way.model_dump()])[:16]}.json"
-        if path.is_file():
+        with contextlib.suppress(OSError, ValidationError):  # not measured yet, or damaged since
             found.append(WayFigures.model_validate_json(path.read_bytes()))
             continue
         if verifier is None or room.rows != way.batch_size:

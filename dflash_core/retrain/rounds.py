@@ -86,7 +86,7 @@ class Rounds:
             try:
                 stack.enter_context(stage_lock(self.folder))
             except StageBusyError as error:
-                with contextlib.suppress(OSError, ValueError, KeyError):
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     found = json.loads(holder.read_text(encoding="utf-8"))
                     who = f"process {found['process']} on {found['host']}, since {found['since']}"
                     raise RetrainBusyError(f"{self.folder.name} is being retrained by {who}. Wait for it to end, or stop it.") from error

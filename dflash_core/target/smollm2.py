@@ -106,7 +106,7 @@ def _is_complete(folder: Path) -> bool:
         marker = json.loads((folder / MARKER).read_text())
         same = marker["conversion"] == CONVERSION and marker["source"] == GGUF_SHA256
         return same and all(cached_sha256(folder / name) == entry["sha256"] for name, entry in marker["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

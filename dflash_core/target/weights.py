@@ -106,7 +106,7 @@ def cached_sha256(path: Path) -> str:
     status = path.stat()
     seen = {"path": str(path), "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     record = default_cache_dir() / "digests" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(record.read_text())
         if {name: known[name] for name in seen} == seen:
             return str(known["sha256"])

@@ -5,6 +5,7 @@ Evaluations during training have a file of their own, ``evaluations.jsonl``: the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
 from collections.abc import Mapping, Sequence
@@ -99,13 +100,13 @@ def _forget_after(path: Path, step: int) -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a ``metrics.jsonl`` or ``evaluations.jsonl`` in order, none if there is no file; a torn last line is left out."""
+    """The records of a ``metrics.jsonl`` or ``evaluations.jsonl`` in order, none if there is no file; a torn or damaged line is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and "step" in record:
+                records.append(record)
     return records
 
 

@@ -191,5 +191,8 @@ def test_every_other_way_of_decoding_is_measured_once_on_all_prompts(
 
     monkeypatch.setattr("dflash_core.evaluation.ways.open_decoder", nothing)
     assert evaluate(config=several).ways == result.ways
-    (tmp_path / "evaluation.json").unlink()
+    next(tmp_path.glob("way-*.json")).write_bytes(b"{")
+    with pytest.raises(AssertionError, match="it was measured before"):  # but that one has to be measured again
+        evaluate(config=several)
+    (tmp_path / "evaluation.json").unlink(missing_ok=True)
     assert not evaluate().ways

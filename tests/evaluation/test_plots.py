@@ -100,9 +100,9 @@ def test_neither_pyplot_nor_its_state_is_touched_and_the_core_does_without_matpl
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_metrics_are_read_up_to_a_torn_last_line(tmp_path: Path) -> None:
+def test_metrics_are_read_without_damaged_lines_up_to_a_torn_last_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2}\n{"step": 3, "lo')
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n5\n{"loss": 1}\n\xff\0\n{"step": 2}\n{"step": 3, "lo')
     assert read_metrics(path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
     assert series(read_metrics(path), "loss") == ([1], [2.0])
     assert read_metrics(tmp_path / "not-here.jsonl") == []

@@ -59,6 +59,15 @@ def test_a_set_is_made_once_and_anew_when_its_file_changes(make: Make) -> None:
     assert [item.id for item in make(CHATS, limit=1)] == ["a", "a#2"]
 
 
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[5]", b'[{"id": "a"}]', b"\xff"], ids=range(5))
+def test_a_set_that_was_damaged_since_it_was_made_is_made_again(make: Make, tmp_path: Path, damage: bytes) -> None:
+    prompts = make(CHATS[1:])
+    (made,) = (tmp_path / "sets").glob("chats-*/*.json")
+    made.write_bytes(damage)
+    assert make(CHATS[1:]) == prompts
+    assert made.read_bytes() != damage
+
+
 def test_several_evaluations_may_read_a_set_at_once_once_it_is_made(make: Make, tmp_path: Path) -> None:
     prompts = make(CHATS)
     (folder,) = (tmp_path / "sets").glob("chats-*/")
