@@ -12,6 +12,7 @@ Results: ``conversations.jsonl.gz`` (one ``Answered`` a line, in the order of th
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -65,8 +66,9 @@ def build_responses(
     """
     folder.mkdir(parents=True, exist_ok=True)
     finished = folder / "counts.json"
-    if finished.is_file():
-        counts: dict[str, int] = json.loads(finished.read_text(encoding="utf-8"))
+    counts: dict[str, int]
+    with contextlib.suppress(OSError, ValueError):  # not finished yet, or damaged since
+        counts = json.loads(finished.read_bytes())
         return counts
     check_tokenizer(tokenizer)
     journal_path = folder / "journal.jsonl"

@@ -142,6 +142,8 @@ def test_a_finished_folder_is_not_made_again(tmp_path: Path) -> None:
     again = Echo(make_tokenizer(tiny.CHATML))
     assert _build(tmp_path / "out", source, again) == counts
     assert again.asked == []
+    (tmp_path / "out" / "counts.json").write_text("{")
+    assert _build(tmp_path / "out", source, again) == counts
 
 
 def test_sampling_draws_from_a_seed_of_each_conversation_so_order_and_neighbours_do_not_matter(tmp_path: Path) -> None:
