@@ -72,6 +72,11 @@ def worker(folder: Path, log: Log) -> int:
     os._exit(0)
 
 
+def is_sent(part: Path) -> bool:
+    """Whether the index rows of a shard are in the store; their file is empty for a moment before."""
+    return part.exists() and part.stat().st_size > 0
+
+
 def killed_with_a_store(workspace: Path, address: str) -> int:
     """Extract into a folder and a store in a forked process that kills itself in its third shard; returns the status it left."""
     child = os.fork()
@@ -84,7 +89,7 @@ def killed_with_a_store(workspace: Path, address: str) -> int:
         nonlocal seen
         seen += len(documents)
         if seen > 8:
-            eventually(first.exists)  # what is lost is to be told from what was sent
+            eventually(lambda: is_sent(first))  # what is lost is to be told from what was sent
             os.kill(os.getpid(), signal.SIGKILL)
         return hidden_states(documents)
 
@@ -96,7 +101,7 @@ def taken_over(workspace: Path) -> dict[str, object]:
     """What another machine does about it, which shares nothing with the first one but a store."""
     address, made = f"file://{workspace}/store", 0
     status = killed_with_a_store(workspace, address)
-    lost = [shard for shard in range(40) if not index_part(workspace / "store", shard).exists()]
+    lost = [shard for shard in range(40) if not is_sent(index_part(workspace / "store", shard))]
 
     def target(documents: Sequence[torch.Tensor]) -> torch.Tensor:
         nonlocal made
