@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_core.config_section import LARGEST
 from dflash_core.retrain import RetrainConfig
 
 Schema = Mapping[str, Any]
@@ -74,7 +75,8 @@ def _type(field: Schema) -> str:
         items = field.get("items") or field["prefixItems"][0]
         return f"list of {'entries' if '$ref' in items else _type(items)}"
     name = "path" if field.get("format") == "path" else _TYPES[field["type"]]
-    return ", ".join([name, *(f"{sign} {field[limit]:g}" for limit, sign in _LIMITS.items() if limit in field)])
+    limits = [(sign, field[limit]) for limit, sign in _LIMITS.items() if field.get(limit, LARGEST) != LARGEST]  # which all counts have
+    return ", ".join([name, *(f"{sign} {value:g}" for sign, value in limits)])
 
 
 def _cell(text: str) -> str:
