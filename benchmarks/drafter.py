@@ -9,7 +9,7 @@ Reads what ``python -m dflash_core evaluate`` or ``dflashctl run`` has left for 
 tau.<set>                mean over requests of accepted tokens a round, plus one (greedy, one request at a time); the detail says how it was measured
 speedup.<gpu or cpu>     new tokens a second over those of the target alone, both with the same caches and graphs, on the set ``--speed-on``
 tau.trained              acceptance at the end of the training, where it was measured on the way, and in the detail at each evaluation by tokens
-drafter.train_s          seconds of the training's steps
+drafter.train_s          seconds of the training's steps; like ``tau.trained`` only where the evaluation was on a device of the same type
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def main(words: list[str] | None = None) -> int:
     if unknown := set(options.sets or ()) - set(found.sets):
         parser.error(f"--sets {' '.join(sorted(unknown))}: the evaluation has {', '.join(found.sets)}")
     recorder = recorder_for(options)
-    record_training(recorder, config, train.folder, train.manifest.counts)
+    if config.training.devices[0].partition(":")[0] == recorder.device.type:  # a line names the machine of the evaluation
+        record_training(recorder, config, train.folder, train.manifest.counts)
     record_sets(recorder, found, options.sets or found.sets, options.speed_on)
     return 0
 
