@@ -38,6 +38,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="*", default=["1x2048", "4x3072"], choices=list(SHAPES), help="rows of the training")
     parser.add_argument("--steps", type=int, default=50, help="steps of each training")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself instead of CUDA graphs")
+    parser.add_argument("--sync", default="all_reduce", choices=["all_reduce", "sharded"], help="training.sync")
     parser.add_argument("--compile", default="on", choices=["on", "off"], help="training.compile")
     options = parser.parse_args(words)
     ranks = this_rank()
@@ -47,8 +48,9 @@ def main(words: list[str] | None = None) -> int:
     graphs = device == "cuda" and not options.no_graphs
     recorder = recorder_for(options)
     for shape in options.shapes:
-        name = f"multi.torchrun_{ranks.size}gpu_{shape}" + ("" if graphs or device == "cpu" else ".no_graphs")
-        training = {"cuda_graphs": graphs, "compile": options.compile}
+        name = f"multi.torchrun_{ranks.size}gpu_{shape}" + ("" if options.sync == "all_reduce" else f".{options.sync}")
+        name += "" if graphs or device == "cpu" else ".no_graphs"
+        training = {"cuda_graphs": graphs, "compile": options.compile, "sync": options.sync}
         recorder.attempt(name, partial(measure, recorder, SHAPES[shape], ranks, device, options.steps, name, training))
     ranks.leave()
     return int(bool(recorder.failures))

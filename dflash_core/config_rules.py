@@ -169,9 +169,6 @@ def _torchrun(config: PipelineConfig) -> Iterator[Problem]:
     training, targets = config.training, config.target_devices
     if training.launcher == "threads":
         return
-    if training.sync == "sharded":
-        remedy = "Set training.sync to all_reduce, or training.launcher to threads"
-        yield Problem("training.sync", "sharded", "shards of the optimiser are gathered within one process alone", remedy)
     if targets and len(targets) % len(training.devices):
         message = f"the {len(training.devices)} processes of training.launcher = torchrun cannot share them evenly"
         remedy = "Name as many for each entry of training.devices, those of all first processes first"

@@ -106,6 +106,11 @@ def read_best(folder: Path, key: str) -> BestWeights | None:
     return best if noted.get("key") == key else None
 
 
+def folder_of_step(folder: Path, step: int) -> Path:
+    """The checkpoint of a step among the checkpoints in ``folder``."""
+    return folder / f"step-{step:08d}"
+
+
 def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, settings: Mapping[str, Any], keep: int) -> Path:
     """Write ``<folder>/step-<step>`` atomically, then delete all others but the ``keep`` - 1 before it.
 
@@ -113,7 +118,7 @@ def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, setti
         settings: flat field path → JSON value of everything that the course of training depends on; a resume is refused when they differ
     Returns: the checkpoint's folder.
     """
-    final = folder / f"step-{checkpoint.state.step:08d}"
+    final = folder_of_step(folder, checkpoint.state.step)
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
         shutil.rmtree(leftover)

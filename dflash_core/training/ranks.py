@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from dflash_core.config import PipelineConfig
 from dflash_core.errors import ConfigError, Problem, TrainingError
 from dflash_core.training.meeting import Meeting
-from dflash_core.training.sync import GradientSync, ProcessSync, join_group
+from dflash_core.training.sync import GradientSync, end_of, join_group
 
 _MARK = "TORCHELASTIC_RUN_ID"  # torchrun sets it, and nobody else
 _BEAT_S = 1.0
@@ -76,17 +76,21 @@ class Ranks:
                     "the same files in run.workspace, on storage that all hosts share."
                 )
 
-    def connect(self, device: torch.device, timeout_s: float) -> GradientSync:
-        """This rank's end of the sums over all processes. Waits for the others; in a thread, since nothing else can end that waiting."""
+    def connect(self, device: torch.device, timeout_s: float, kind: str) -> GradientSync:
+        """This rank's end of the collectives of all processes, by the name of ``training.sync``.
+
+        Waits for the others; in a thread, since nothing else can end that waiting.
+        """
         host = "127.0.0.1" if len(self.local) == self.size else None
         group: Future[GradientSync] = Future()
         self._times["group"] += 1
         store = dist.PrefixStore(f"group-{self._times['group']}", self._store)  # type: ignore[attr-defined]
+        end = functools.partial(end_of(kind), between_processes=True)
 
         def join() -> None:
             try:
                 timeout = timedelta(seconds=timeout_s)
-                group.set_result(join_group(store, self.rank, self.size, device, Meeting(1), timeout, host, ProcessSync))
+                group.set_result(join_group(store, self.rank, self.size, device, Meeting(1), timeout, host, end))
             except BaseException as error:
                 group.set_exception(error)
 

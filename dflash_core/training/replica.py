@@ -38,7 +38,7 @@ from dflash_core.training.guard import own_code
 from dflash_core.training.muon import Muon
 from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW
 from dflash_core.training.staging import Staging
-from dflash_core.training.sync import StepTotals, Tail
+from dflash_core.training.sync import GradientSync, StepTotals, Tail
 
 
 class Vocabulary(Protocol):
@@ -141,6 +141,11 @@ class Replica:
     def weights(self) -> Tensor:
         """The weights that the drafter computes with."""
         return self.moments.weights_P
+
+    @property
+    def shards(self) -> Sequence[Tensor]:
+        """Masters and both moments: this replica's part of them, or all."""
+        return self.moments.buffers
 
     @property
     def graphed(self) -> bool:
@@ -360,16 +365,10 @@ def compute_dtype(precision: str) -> torch.dtype:
     return torch.float32 if precision == "float32" else torch.bfloat16
 
 
-def gather(replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], ...]:
-    """Masters and both moments of all replicas together, on the CPU, by parameter name. Waits for the devices.
+def gather(replica: Replica, sync: GradientSync) -> tuple[dict[str, Tensor], ...] | None:
+    """Masters and both moments of all replicas together, on the CPU, by parameter name; for replica 0 alone. Waits for the device.
 
-    Call it from the worker of one replica after a step: the others cannot change theirs before it meets them again.
+    Call it from the workers of all replicas after the same step. On the CPU these may be what the next step changes.
     """
-    layout, whole = replicas[0].layout, []
-    for kind in range(3):
-        flat_P = torch.empty(layout.size) if replicas[0].sharded else torch.empty_like(replicas[0].moments.buffers[kind], device="cpu")
-        for replica in replicas if replicas[0].sharded else replicas[:1]:
-            with replica.on_device():
-                flat_P[replica.shard.slice].copy_(replica.moments.buffers[kind])
-        whole.append({name: view.clone() for name, view in layout.views(flat_P).items()})
-    return tuple(whole)
+    wholes = sync.gather_shards(replica)
+    return None if wholes is None else tuple(replica.layout.views(whole_P) for whole_P in wholes)

@@ -242,7 +242,7 @@ def warm_up_source(
             syncs = connect(devices, config.training.stall_timeout_s, config.training.sync)
         else:
             ranks.agree("step to go on from", str(state.step))  # waits until all are warm, which no collective could
-            syncs = [ranks.connect(devices[ranks.rank], config.training.stall_timeout_s)]
+            syncs = [ranks.connect(devices[ranks.rank], config.training.stall_timeout_s, config.training.sync)]
         rehearse(replicas, syncs)
         for row in rows:
             if row.give_back is not None:

@@ -3,7 +3,7 @@
     P parameters (flat)   R replicas   S slots of a block
 
 A ``GradientSync`` is one rank. Its process group is made directly from a store, so that every thread of one process can be a rank: Gloo on
-CPU, NCCL on CUDA, the same classes that ranks under torchrun would use. Replicas that share one CUDA device, where NCCL refuses, read each
+CPU, NCCL on CUDA, the same classes that ranks under torchrun use. Replicas that share one CUDA device, where NCCL refuses, read each
 other's buffers (``device_sum``). Gloo's ring adds the replicas' numbers in an order that depends on the size and the number of replicas
 alone, never on timing, and every replica gets the very same bits (tested); so a CPU run repeats bit for bit without a reduction of our own.
 
@@ -51,6 +51,9 @@ class Exchanged(Protocol):
     @property
     def weights(self) -> Tensor: ...
 
+    @property
+    def shards(self) -> Sequence[Tensor]: ...
+
     def measure_shard(self) -> None: ...
 
 
@@ -58,13 +61,16 @@ class GradientSync:
     """One replica's end of the collectives. All R ranks call the same methods in the same order, each from its own thread.
 
     In this implementation every replica gets all sums and updates all weights; ``ShardedSync`` is the other one.
+
+    Between processes, which may end in the middle of a collective, each raises ``TrainingError`` where the transport notices that.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | DeviceSum | None):
+    def __init__(self, rank: int, size: int, meeting: Meeting, group: Any | DeviceSum | None, *, between_processes: bool = False):
         self.rank = rank
         self.size = size
         self.meeting = meeting
         self._group = group
+        self._between_processes = between_processes
 
     def sum_gradients(self, replica: Exchanged) -> None:
         """Before the update."""
@@ -74,13 +80,17 @@ class GradientSync:
     def share_weights(self, replica: Exchanged) -> None:
         """After the update: all have the same weights already."""
 
+    def gather_shards(self, replica: Exchanged) -> list[Tensor] | None:
+        """Between two steps: the whole of what ``replica.shards`` are shards of, on the CPU; for rank 0 alone. Here they are whole already."""
+        return [shard.cpu() for shard in replica.shards] if self.rank == 0 else None
+
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum ``buffer`` over the replicas, in place; afterwards it has the same bits on all. Contiguous; a float dtype or int64."""
         self.meeting.wait()
         if isinstance(self._group, DeviceSum):
             self._group.all_reduce(buffer)
         elif self._group is not None:
-            self._group.allreduce([buffer]).wait()
+            self._finish(lambda group: group.allreduce([buffer]))
 
     def all_gather(self, values_n: Tensor) -> Tensor:
         """[R, n] int64: every replica's [n] int64 ``values_n``, on all replicas."""
@@ -88,6 +98,18 @@ class GradientSync:
         table_Rn[self.rank] = values_n
         self.all_reduce(table_Rn)
         return table_Rn
+
+    def _finish(self, start: Callable[[Any], Any]) -> None:
+        """Have the process group do what ``start`` tells it to."""
+        try:
+            start(self._group).wait()
+        except RuntimeError as error:
+            if not self._between_processes:
+                raise
+            raise TrainingError(
+                "Another process of this training has ended in the middle of a step: it was killed, or it has failed and says why by itself. "
+                f"Start again to go on from the last checkpoint. ({str(error).partition(chr(10))[0]})"
+            ) from error
 
 
 class ShardedSync(GradientSync):
@@ -106,40 +128,43 @@ class ShardedSync(GradientSync):
         """Send the shard's weights to all."""
         self._all_gather_in_place(replica.weights)
 
+    def gather_shards(self, replica: Exchanged) -> list[Tensor] | None:
+        """They travel through the buffer of the gradients, in pieces of its dtype, so that no device needs room for them. It is zeroed then."""
+        wholes = [self._gather_through(replica.gradients, shard) for shard in replica.shards]
+        replica.gradients.zero_()  # padding that is not zero would count in the norm
+        return wholes if self.rank == 0 else None
+
+    def _gather_through(self, buffer_P: Tensor, shard: Tensor) -> Tensor:
+        mine = self._mine(buffer_P)
+        pieces = shard.view(buffer_P.dtype).view(-1, len(mine))
+        whole = torch.empty(self.size if self.rank == 0 else 0, *pieces.shape, dtype=buffer_P.dtype)
+        for place, piece in enumerate(pieces):
+            mine.copy_(piece)
+            self._all_gather_in_place(buffer_P)
+            if self.rank == 0:
+                whole[:, place] = buffer_P.view(self.size, -1)
+        return whole.view(-1).view(shard.dtype)
+
     def _reduce_scatter(self, buffer_P: Tensor) -> None:
         self.meeting.wait()
         if isinstance(self._group, DeviceSum):
             self._group.reduce_scatter(buffer_P)
         elif self._group is not None and buffer_P.is_cuda:
-            self._group._reduce_scatter_base(self._mine(buffer_P), buffer_P).wait()
+            self._finish(lambda group: group._reduce_scatter_base(self._mine(buffer_P), buffer_P))
         elif self._group is not None:  # Gloo's own leaves the order of the additions open
-            self._group.allreduce([buffer_P]).wait()
+            self._finish(lambda group: group.allreduce([buffer_P]))
 
     def _all_gather_in_place(self, buffer_P: Tensor) -> None:
         self.meeting.wait()
         if isinstance(self._group, DeviceSum):
             self._group.all_gather(buffer_P)
         elif self._group is not None and buffer_P.is_cuda:
-            self._group._allgather_base(buffer_P, self._mine(buffer_P)).wait()
+            self._finish(lambda group: group._allgather_base(buffer_P, self._mine(buffer_P)))
         elif self._group is not None:
-            self._group._allgather_base(buffer_P, self._mine(buffer_P).clone()).wait()
+            self._finish(lambda group: group._allgather_base(buffer_P, self._mine(buffer_P).clone()))
 
     def _mine(self, buffer_P: Tensor) -> Tensor:
         return buffer_P.view(self.size, -1)[self.rank]
-
-
-class ProcessSync(GradientSync):
-    """Between processes, which may end in the middle of a sum: where the transport notices, that is told in words."""
-
-    def all_reduce(self, buffer: Tensor) -> None:
-        """See ``GradientSync``. Raises ``TrainingError`` if another process has gone."""
-        try:
-            super().all_reduce(buffer)
-        except RuntimeError as error:
-            raise TrainingError(
-                "Another process of this training has ended in the middle of a step: it was killed, or it has failed and says why by itself. "
-                f"Start again to go on from the last checkpoint. ({str(error).partition(chr(10))[0]})"
-            ) from error
 
 
 def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_reduce") -> list[GradientSync]:
@@ -154,7 +179,7 @@ def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_
     """
     size = len(devices)
     meeting = Meeting(size)
-    end = ShardedSync if kind == "sharded" else GradientSync
+    end = end_of(kind)
     if size == 1:
         return [GradientSync(0, 1, meeting, None)]
     if devices[0].type == "cuda" and len(set(devices)) == 1:
@@ -172,18 +197,23 @@ def connect(devices: Sequence[torch.device], timeout_s: float, kind: str = "all_
     return in_threads(size, join, "connect")
 
 
+def end_of(kind: str) -> type[GradientSync]:
+    """The implementation that ``training.sync`` names."""
+    return ShardedSync if kind == "sharded" else GradientSync
+
+
 def join_group(
-    store: Any, rank: int, size: int, device: torch.device, meeting: Meeting, timeout: timedelta, host: str | None,
-    end: type[GradientSync] = GradientSync,
+    store: Any, rank: int, size: int, device: torch.device, meeting: Meeting, timeout: timedelta, host: str | None, end: Callable[..., GradientSync],
 ) -> GradientSync:  # fmt: skip
     """One rank's end of a group that is made through a store, for ranks in threads or processes. Waits for all ranks.
 
     Args:
         meeting: of the ranks of this process
         host:    where Gloo listens; None: wherever the name of this machine leads to
+        end:     makes it, as the class does
     """
     if size == 1:
-        return end(rank, size, meeting, None)
+        return GradientSync(rank, size, meeting, None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         group = _nccl(store, rank, size, timeout)

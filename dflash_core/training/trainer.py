@@ -23,10 +23,10 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from dflash_core.config import PipelineConfig
 from dflash_core.errors import TrainingError
@@ -34,13 +34,21 @@ from dflash_core.feed import Feed, LiveSamples, TargetRows
 from dflash_core.shards import ShardDataset
 from dflash_core.stages import MetricSink, Progress, atomic_write, no_metrics, no_progress, write_json_atomic
 from dflash_core.target import TargetInfo, TargetVocabulary
-from dflash_core.training.checkpoints import FINAL, BestWeights, TrainingCheckpoint, TrainingState, kept_weights, save_training_checkpoint
+from dflash_core.training.checkpoints import (
+    FINAL,
+    MODEL,
+    BestWeights,
+    TrainingCheckpoint,
+    TrainingState,
+    folder_of_step,
+    kept_weights,
+    save_training_checkpoint,
+)
 from dflash_core.training.evaluation_thread import EvaluationThread
 from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.memory import watches
 from dflash_core.training.metrics import MetricLog, NoLog, bottleneck_in_words
-from dflash_core.training.replica import gather
 from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread, warm_up
 from dflash_core.training.worker import Shared, Worker, describe_nonfinite
 
@@ -142,7 +150,7 @@ class DrafterTrainer:
         finished = state.step == session.total_steps
         if finished and session.writes:
             with atomic_write(session.folder / FINAL) as temporary:
-                save_file(gather(session.replicas)[0], temporary)
+                copyfile(folder_of_step(session.folder / "checkpoints", state.step) / MODEL, temporary)
         best = session.evaluator.best if session.evaluator is not None else None
         kept = session.folder / kept_weights(session.config.training.keep, has_best=best is not None)
         if log.last:

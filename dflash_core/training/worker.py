@@ -250,16 +250,17 @@ class Worker:
                 )
 
     def _checkpoint(self) -> None:
-        """Replica 0 writes; all replicas are equal at a step's end, and the others meet it again in the next step."""
-        if self.replica.index != 0:
+        """Replica 0 writes what all have; the others meet it again in the next step."""
+        if self.replica.index == 0:
+            self.beacon(f"waits for the main thread to record step {self._state.step}")
+            self.shared.wait_for_records()
+        self.beacon(f"gathers the checkpoint of step {self._state.step}")
+        gathered = gather(self.replica, self.sync)
+        if gathered is None:
             return
-        self.beacon(f"waits for the main thread to record step {self._state.step}")
-        self.shared.wait_for_records()
         self.beacon(f"writes the checkpoint of step {self._state.step}")
-        replica = self.replica
-        self._state = replace(self._state, updates=replica.updates)
-        weights, exp_avg, exp_avg_sq = gather(self.shared.session.replicas)
-        self.shared.save(TrainingCheckpoint(self._state, weights, exp_avg, exp_avg_sq))
+        self._state = replace(self._state, updates=self.replica.updates)
+        self.shared.save(TrainingCheckpoint(self._state, *gathered))
         self.shared.last_progress = time.monotonic()
         self._begin_count(self.shared.last_progress)
 

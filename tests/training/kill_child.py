@@ -33,7 +33,7 @@ def main(workspace: Path, replicas: int) -> None:
     assert in_child(workspace, "calm", replicas, None) == 0
     # A checkpoint is 5 syncs; 2 come before the first, of the metrics file. Micro-steps are counted on the last replica. The last two moments
     # are before and after the final weights are written.
-    moments = [("micro_step", 2), ("fsync", 4), ("micro_step", 4), ("fsync", 9), ("micro_step", 1), ("save_file", 1), ("write_json_atomic", 1)]
+    moments = [("micro_step", 2), ("fsync", 4), ("micro_step", 4), ("fsync", 9), ("micro_step", 1), ("copyfile", 1), ("write_json_atomic", 1)]
     for moment in moments:
         status = in_child(workspace, "killed", replicas, moment)
         print(moment, "killed" if os.WIFSIGNALED(status) else "ended")

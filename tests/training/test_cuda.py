@@ -134,13 +134,14 @@ def test_a_live_target_feeds_training_with_the_features_of_shards_in_flat_memory
     assert curves["online"] == pytest.approx(curves["shards"], rel=2e-2)
 
 
-def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["all_reduce", "sharded"])
+def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path, sync: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     path = tiny_run_on(tmp_path)
-    words = ["--set", "training.devices=[cuda:0, cuda:1]", "--set", "training.precision=bfloat16"]
+    words = ["--set", "training.devices=[cuda:0, cuda:1]", "--set", "training.precision=bfloat16", "--set", f"training.sync={sync}"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    curves = []
+    curves, weights = [], []
     for launcher in ("threads", "torchrun"):
         started = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
         here = ["--set", f"training.launcher={launcher}", "--set", f"run.workspace={tmp_path / launcher}"]
@@ -149,7 +150,10 @@ def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         (metrics,) = (tmp_path / launcher / "stages").glob("train-*/metrics.jsonl")
         curves.append([line["loss"] for line in read_metrics(metrics)])
+        weights.append(load_file(metrics.with_name("final") / "model.safetensors"))
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+    for name, weight in weights[0].items():  # masters, gathered for the checkpoint
+        assert (weights[1][name] - weight).norm() < 0.02 * weight.norm(), name
 
 
 def tiny_run_on(folder: Path) -> Path:

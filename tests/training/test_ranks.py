@@ -14,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load
 
 from dflash_core.__main__ import main
 from dflash_core.config import load_config
@@ -24,11 +26,13 @@ from dflash_core.plan import Plan
 from dflash_core.training import check_launcher, ranks
 from dflash_core.training.ranks import Ranks
 from tests.tiny_run import ON_DISK, write_tiny_run
-from tests.training.small import losses
+from tests.training.small import final_weights, losses
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["--set", "training.launcher=torchrun"]
+SHARDED = ["--set", "training.sync=sharded", "--set", "training.compare_replicas_every=2"]
+ALONE = ["training.devices=[cpu]", "training.accumulation_steps=2"]  # one replica, with the rows of two
 BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "LOCAL_RANK": "0"}
 TWO = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
@@ -46,33 +50,68 @@ def plan_of(config: Path, *changes: str) -> Plan:
     return Plan(load_config(config, changes), str(config))
 
 
-def elsewhere(config: Path, workspace: Path) -> list[str]:
+def elsewhere(config: Path, workspace: Path, *changes: str) -> list[str]:
     """The words for a run in a workspace of its own, in which everything before the training is done."""
     shutil.copytree(config.parent / "workspace", workspace, ignore=shutil.ignore_patterns("train-*", "runs"))
-    return ["train", str(config), *TORCHRUN, "--set", f"run.workspace={workspace}"]
+    return ["train", str(config), *TORCHRUN, *changes, "--set", f"run.workspace={workspace}"]
 
 
-def outcome(config: Path, workspace: Path | None = None) -> tuple[list[float], bytes]:
-    folder = plan_of(config, *([f"run.workspace={workspace}"] if workspace else [])).folder("train")
-    return losses(folder), (folder / "final" / "model.safetensors").read_bytes()
+def folder_of(config: Path, workspace: Path, *changes: str) -> Path:
+    return plan_of(config, f"run.workspace={workspace}", *changes).folder("train")
+
+
+def outcome(config: Path, workspace: Path | None = None, *changes: str) -> tuple[list[float], bytes]:
+    folder = folder_of(config, workspace or config.parent / "workspace", *changes)
+    return losses(folder), final_weights(folder)
+
+
+def trained_in_threads(config: Path, workspace: Path, *changes: str) -> Path:
+    """Train here, in a workspace of its own; from its checkpoint, if it has one."""
+    run_stage(plan_of(config, f"run.workspace={workspace}", *changes), "train")
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def sharded(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workspace of a training in threads with a sharded optimiser."""
+    workspace = tmp_path_factory.mktemp("sharded") / "workspace"
+    elsewhere(config, workspace)
+    return trained_in_threads(config, workspace, "training.sync=sharded")
+
+
+def left_off(config: Path, trained: Path, workspace: Path, step: int, *changes: str) -> Path:
+    """A workspace whose training, with these changes, is where another's was after ``step``."""
+    elsewhere(config, workspace)
+    checkpoint = Path("checkpoints") / f"step-{step:08d}"
+    shutil.copytree(folder_of(config, trained) / checkpoint, folder_of(config, workspace, *changes) / checkpoint)
+    return workspace
 
 
 @pytest.fixture(scope="module")
 def killed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, list[str]]:
-    """What torchrun comes to whose rank 1 is killed in its sixth step, the workspace, and the words of the command."""
+    """What torchrun comes to whose rank 1 is killed in its sixth step, the workspace, and the words of the command. Its optimiser is sharded."""
     workspace = tmp_path_factory.mktemp("killed") / "workspace"
-    words = elsewhere(config, workspace)
+    words = elsewhere(config, workspace, *SHARDED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.rank_child"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*torchrun, "kill", "6", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    left_off(config, workspace, workspace.with_name("as it was left"), 5, *ALONE)
     return ended, workspace, words
 
 
 @pytest.fixture(scope="module")
-def said(config: Path, killed: tuple[object, Path, list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
-    """Exit statuses and outputs of two ranks that are left alone, that go on where one was killed, and of which one fails."""
+def said(
+    config: Path, killed: tuple[object, Path, list[str]], sharded: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[list[int], list[str]]]:
+    """Exit statuses and outputs of two ranks that are left alone, that go on where one was killed or where threads were, and of which one fails."""
     folder = tmp_path_factory.mktemp("said")
-    words = {"calm": elsewhere(config, folder / "calm-workspace"), "resumed": killed[2], "failed": elsewhere(config, folder / "failed-workspace")}
+    taken_over = left_off(config, sharded, folder / "taken-over-workspace", 10)
+    words = {
+        "calm": elsewhere(config, folder / "calm-workspace"),
+        "resumed": killed[2],
+        "taken over": ["train", str(config), *TORCHRUN, *SHARDED, "--set", f"run.workspace={taken_over}"],
+        "failed": elsewhere(config, folder / "failed-workspace"),
+    }
     cases = [(str(folder / name), "fail" if name == "failed" else "neither", 3, words[name]) for name in words]
     code = f"from tests.training.rank_child import start_all; start_all({cases!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -94,8 +133,11 @@ def test_two_processes_end_in_the_losses_and_weights_of_two_threads_bit_for_bit(
     assert outputs[1] == ""  # the first rank alone writes and tells
 
 
-def test_when_a_rank_is_killed_torchrun_ends_the_others_and_the_same_command_goes_on_to_the_same_weights(
-    config: Path, killed: tuple[subprocess.CompletedProcess[str], Path, list[str]], said: dict[str, tuple[list[int], list[str]]]
+def test_when_a_rank_is_killed_torchrun_ends_the_others_and_the_same_command_goes_on_to_the_weights_of_threads_with_shards_too(
+    config: Path,
+    killed: tuple[subprocess.CompletedProcess[str], Path, list[str]],
+    sharded: Path,
+    said: dict[str, tuple[list[int], list[str]]],
 ) -> None:
     ended, workspace, _ = killed
     assert ended.returncode != 0
@@ -105,7 +147,22 @@ def test_when_a_rank_is_killed_torchrun_ends_the_others_and_the_same_command_goe
     statuses, outputs = said["resumed"]
     assert statuses == [0, 0], outputs
     assert "step 1 " not in outputs[0]  # it went on from a checkpoint
-    assert outcome(config, workspace) == outcome(config)
+    assert outcome(config, workspace) == outcome(config, sharded)
+
+
+def test_processes_with_shards_and_threads_go_on_from_each_others_checkpoints(
+    config: Path, killed: tuple[object, Path, object], sharded: Path, said: dict[str, tuple[list[int], list[str]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    statuses, outputs = said["taken over"]
+    assert statuses == [0, 0], outputs
+    for_threads, for_ranks = killed[1].with_name("as it was left"), tmp_path_factory.getbasetemp() / "said0" / "taken-over-workspace"
+    trained_in_threads(config, for_threads, *ALONE)
+    expected, weights = outcome(config, sharded)
+    assert outcome(config, for_ranks) == (expected[10:], weights)
+    alone, its_weights = outcome(config, for_threads, *ALONE)
+    assert alone == pytest.approx(expected[5:], rel=1e-5)  # one replica adds in another order
+    torch.testing.assert_close(load(its_weights), load(weights), rtol=0, atol=1e-5)
 
 
 def test_a_rank_that_fails_ends_the_others_which_say_what_has_happened(said: dict[str, tuple[list[int], list[str]]]) -> None:

@@ -91,6 +91,23 @@ def test_shards_are_summed_and_sent_back_as_an_all_reduce_would(monkeypatch: pyt
         torch.testing.assert_close(results[0], sum(torch.randn(99, generator=torch.Generator().manual_seed(rank)) for rank in range(3)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_are_gathered_bit_for_bit_through_gradients_of_any_precision(dtype: torch.dtype) -> None:
+    syncs = connect([torch.device("cpu")] * 3, 20.0, "sharded")
+    wholes = [torch.randn(99, generator=torch.Generator().manual_seed(kind)) for kind in range(3)]
+    buffers = [torch.ones(99, dtype=dtype) for _ in syncs]
+
+    def gather(sync: GradientSync) -> list[torch.Tensor] | None:
+        mine = slice(33 * sync.rank, 33 * sync.rank + 33)
+        return sync.gather_shards(Mock(gradients=buffers[sync.rank], shards=[whole[mine] for whole in wholes]))
+
+    first, *others = in_threads(syncs, gather)
+    assert isinstance(first, list)
+    assert all(torch.equal(found, whole) for found, whole in zip(first, wholes, strict=True))
+    assert others == [None, None]
+    assert not any(buffer.any() for buffer in buffers)  # what is left in them would be summed with the next gradients
+
+
 def test_all_gather_shows_every_replicas_values_to_all() -> None:
     syncs = connect([torch.device("cpu")] * 3, 20.0)
     tables = in_threads(syncs, lambda sync: sync.all_gather(torch.tensor([sync.rank, 2**60 + sync.rank])))
