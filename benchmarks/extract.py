@@ -31,8 +31,8 @@ from benchmarks.engine import chat_lengths, target_info
 from dflash_core.config import ExtractionConfig
 from dflash_core.drafter import default_tap_layers
 from dflash_core.shards import ShardCard, extract
-from dflash_core.shards.columns import stored_columns
-from dflash_core.shards.extract import batches, card_of
+from dflash_core.shards.columns import card_of, stored_columns
+from dflash_core.shards.extract import batches
 from dflash_core.shards.overlap import SLOTS, Slot
 from dflash_core.target import TargetInfo, TargetModel
 

@@ -234,7 +234,7 @@ def _start_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Proble
 
 def advice(config: PipelineConfig) -> list[str]:
     """What is allowed but unwise here, as sentences."""
-    return [*_advice_on_precision(config), *_advice_on_window(config), *_advice_on_teacher(config)]
+    return [*_advice_on_precision(config), *_advice_on_window(config), *_advice_on_disk(config)]
 
 
 def _advice_on_window(config: PipelineConfig) -> list[str]:
@@ -259,10 +259,12 @@ def _advice_on_precision(config: PipelineConfig) -> list[str]:
     return [f"{', '.join(on_cpu)} = bfloat16: this CPU has no bfloat16 instructions and takes about ten times as long as in float32."]
 
 
-def _advice_on_teacher(config: PipelineConfig) -> list[str]:
-    if config.training.feed != "online" or config.extraction.teacher == "none":
+def _advice_on_disk(config: PipelineConfig) -> list[str]:
+    extraction = config.extraction
+    if config.training.feed != "online":
         return []
-    return [f"extraction.teacher = {config.extraction.teacher} is of no use with training.feed = online, which stores nothing."]
+    useless = [f"extraction.teacher = {extraction.teacher}"] * (extraction.teacher != "none") + ["extraction.trim = true"] * extraction.trim
+    return [f"{setting} is of no use with training.feed = online, which stores nothing." for setting in useless]
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -88,6 +88,10 @@ class ExtractionConfig(Section):
         description="What else is stored, to learn the target's distribution: last_hidden, from which it follows, or its likeliest tokens (topk).",
     )
     teacher_tokens: PositiveInt = Field(32, description="Likeliest tokens that 'topk' keeps at each position.")
+    trim: bool = Field(
+        False,
+        description="Store only what this drafter's training reads: no prompt beyond drafter.sliding_window, if all layers have it, and no ends.",
+    )
 
 
 class DrafterConfig(Section):
@@ -115,6 +119,11 @@ class DrafterConfig(Section):
     def sliding_layers(self) -> tuple[int, ...]:
         """0-based draft layers with the sliding window."""
         return tuple(i for i in range(self.num_layers) if i not in self.full_attention_layers) if self.sliding_window else ()
+
+    @property
+    def farthest_seen(self) -> int:
+        """The sliding window where all draft layers have it; 0 where one sees everything."""
+        return self.sliding_window if self.sliding_window and not self.full_attention_layers else 0
 
 
 class DistillationConfig(Section):

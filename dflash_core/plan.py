@@ -259,11 +259,12 @@ class Plan:
     def _shards_depends_on(self) -> dict[str, Any]:
         extraction = self.config.extraction  # which devices make shards, and where they are shared, does not change them
         unused = {"none": ("teacher", "teacher_tokens"), "last_hidden": ("teacher_tokens",), "topk": ()}[extraction.teacher]
+        trimmed = {"trimmed_for_window": self.config.drafter.farthest_seen} if extraction.trim else {}
         return {
             "samples": self._content_of_samples(),
             "taps": list(self.tap_layers),
             "dtype": self.config.target.dtype,
-            "extraction": extraction.model_dump(mode="json", exclude={"devices", "store", "ray", *unused}),
+            "extraction": extraction.model_dump(mode="json", exclude={"devices", "store", "ray", "trim", *unused}) | trimmed,
         }
 
     def _features_depend_on(self) -> dict[str, Any]:

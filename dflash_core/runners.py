@@ -24,9 +24,11 @@ from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, HeldoutJu
 from dflash_core.feed import LiveSamples, pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardCard, ShardDataset, expected_of, extract
-from dflash_core.shards.extract import card_of, counts_of, is_to_do, target_threads
+from dflash_core.shards.columns import card_of
+from dflash_core.shards.extract import counts_of, is_to_do, target_threads
 from dflash_core.shards.job import ShardJob
 from dflash_core.shards.store import holds, pull, push, put_beside
+from dflash_core.shards.trim import count_used
 from dflash_core.stages import MetricSink, Progress, no_progress, write_json_atomic
 from dflash_core.target import TargetModel, TargetVocabulary, load_tokenizer, resolve_target
 from dflash_core.target.requests import drawn_requests, generation_by
@@ -51,6 +53,20 @@ def planned_steps(plan: Plan) -> int:
 @functools.lru_cache(maxsize=16)
 def _rows_of_an_epoch(samples: Path, row_length: int) -> int:
     return len(pack_rows(SampleTable.open(samples).lengths, row_length, seed=0, epoch=0))  # as many for every seed and epoch
+
+
+def used_tokens(plan: Plan) -> dict[str, int]:
+    """How many tokens of the training data are read as context, and for what the target says at them, by ``extraction.trim``'s names for them.
+
+    Raises:
+        DataError: the stage 'samples' has not run.
+    """
+    return dict(_used_tokens(plan.folder("samples") / "train.parquet", plan.config.drafter.farthest_seen))
+
+
+@functools.lru_cache(maxsize=16)
+def _used_tokens(samples: Path, window: int) -> dict[str, int]:
+    return count_used(SampleTable.open(samples), window)
 
 
 def evaluation_of(folder: Path) -> EvaluationResult:
@@ -141,7 +157,7 @@ def extract_shards(plan: Plan, folder: Path, progress: Progress) -> dict[str, An
     """Make what is missing of the shards, with a target only where something is; returns the counts."""
     target, extraction, taps = plan.config.target, plan.config.extraction, plan.tap_layers
     samples, shared = SampleTable.open(plan.folder("samples") / "train.parquet"), _address(plan, folder) if extraction.store else None
-    card = card_of(extraction, plan.info, samples, taps, target.dtype, CODE_VERSIONS["shards"])
+    card = card_of(extraction, plan.info, samples, taps, target.dtype, CODE_VERSIONS["shards"], plan.config.drafter.farthest_seen)
     models = plan.target_models(target.dtype, extraction.devices or (target.device,)) if is_to_do(folder, card, shared) else []
     targets, heads = target_threads(models, extraction, taps)
     return extract(
@@ -153,6 +169,7 @@ def extract_shards(plan: Plan, folder: Path, progress: Progress) -> dict[str, An
         tap_layers=taps,
         target_dtype=target.dtype,
         code_version=CODE_VERSIONS["shards"],
+        window=plan.config.drafter.farthest_seen,
         heads=heads,
         shared=shared,
         progress=progress,
@@ -181,6 +198,7 @@ def shard_job(plan: Plan) -> ShardJob | None:
         folder=folder.resolve(),
         shared=_address(plan, folder) if store else None,
         code_version=CODE_VERSIONS["shards"],
+        window=plan.config.drafter.farthest_seen,
     )
 
 

@@ -18,6 +18,7 @@ from dflash_core.target.device import total_memory
 from tasks.progress import duration
 
 _UNDISTURBED = 0.8
+_WORTH_TRIMMING = 0.05
 _SMALLER = {
     "responses": "lower data.generation.batch_size or max_new_tokens",
     "shards": "lower extraction.batch_tokens",
@@ -76,8 +77,19 @@ def print_plan(plan: Plan, stages: dict[str, StagePlan], forecast: Forecast | No
         console.print(
             f"That is without other programs, which leave this one {share:.0%} of a processor at present: with them about {in_time(seconds / share)}."
         )
-    for line in too_large(left):
+    for line in [*about_trimming(plan, left), *too_large(left)]:
         console.print(line)
+
+
+def about_trimming(plan: Plan, stages: Mapping[str, Estimate]) -> Iterator[str]:
+    """What ``extraction.trim`` saves of the shards that are to be made, or would, where that is worth a setting."""
+    shards = stages.get("shards")
+    if shards is None or not shards.trimmable_bytes or shards.disk_bytes is None:
+        return
+    trims, saved = plan.config.extraction.trim, shards.trimmable_bytes
+    share = saved / (shards.disk_bytes + (saved if trims else 0))
+    if trims or share >= _WORTH_TRIMMING:
+        yield f"extraction.trim {'saves' if trims else 'would save'} {in_bytes(saved)} of disk, {share:.1%} of the shards."
 
 
 def too_large(stages: Mapping[str, Estimate]) -> Iterator[str]:

@@ -95,6 +95,7 @@ def test_a_second_run_finds_every_stage_and_loads_no_target(config: Path, monkey
         ("data.min_response_tokens=3", AFTER["responses"]),
         ("data.heldout_fraction=0.3", AFTER["samples"]),
         ("extraction.samples_per_shard=9", AFTER["shards"]),
+        ("extraction.trim=true", AFTER["shards"]),
         ("drafter.tap_layers=[0, 2]", AFTER["shards"]),
         ("drafter.num_layers=2", AFTER["train"]),
         ("objective.weighting=uniform", AFTER["train"]),
@@ -123,9 +124,19 @@ def test_runs_of_before_there_were_windows_are_still_found(config: Path) -> None
     assert plan_of(config, "drafter.sliding_window=64").key("train") != plan_of(config).key("train")
 
 
+def test_shards_depend_on_the_window_where_they_are_trimmed_for_it_and_not_otherwise(config: Path) -> None:
+    assert "trim" not in plan_of(config)._shards_depends_on()["extraction"]  # runs of before there was trimming are still found
+    trim, window = "extraction.trim=true", "drafter.sliding_window=8"
+    keys = [plan_of(config, trim, *changes).key("shards") for changes in ((), (window,), ("drafter.sliding_window=9",))]
+    assert len({plan_of(config).key("shards"), *keys}) == 4
+    two_layers = ("drafter.num_layers=2", "drafter.num_taps=2")
+    assert plan_of(config, trim, window, *two_layers, "drafter.full_attention_layers=[1]").key("shards") == plan_of(config, trim).key("shards")
+    assert plan_of(config, window).key("shards") == plan_of(config).key("shards")
+
+
 def test_what_is_about_disks_asks_for_nothing_again_where_targets_feed_the_training(config: Path) -> None:
     online = "training.feed=online"
-    changes = ("extraction.store=memory://shards", "extraction.samples_per_shard=9", "extraction.devices=[cpu, cpu]")
+    changes = ("extraction.store=memory://shards", "extraction.samples_per_shard=9", "extraction.devices=[cpu, cpu]", "extraction.trim=true")
     assert {plan_of(config, online, change).key("train") for change in changes} == {plan_of(config, online).key("train")}
     assert plan_of(config, online, "extraction.batch_tokens=1").key("train") != plan_of(config, online).key("train")
 

@@ -16,6 +16,7 @@ from dflash_core.drafter.masks import (
     dflash_block_mask,
     dflash_dense_mask,
     layer_masks,
+    seen_context,
 )
 from dflash_core.drafter.model import DFlashDrafter, flex_copies
 from dflash_core.drafter.spec import SPECS, DrafterSpec
@@ -53,6 +54,7 @@ __all__ = [
     "model_card",
     "sample_anchors",
     "save_checkpoint",
+    "seen_context",
     "shape_differences",
     "start_from_target",
     "target_problems",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dflash_core.drafter.blocks import valid_anchors
 from dflash_core.drafter.config import DFlashConfig
 
 TILE = 128
@@ -60,6 +61,22 @@ def context_intervals(anchors_BN: Tensor, document_ids_BT: Tensor) -> tuple[Tens
     starts_BT = torch.where(first, index, 0).cummax(dim=1).values
     starts_BN = starts_BT.gather(1, anchors_BN.clamp(min=0))
     return starts_BN.to(anchors_BN.dtype), anchors_BN
+
+
+def seen_context(loss_mask_T: Tensor, document_ids_T: Tensor, window: int = 0) -> Tensor:
+    """[T] bool: the positions that a block sees as context, at whichever valid anchor it begins. The features of all others are never read.
+
+    Args:
+        loss_mask_T:    [T] bool, supervised tokens
+        document_ids_T: [T] int, equal within a document, -1 for padding
+        window:         W where all draft layers have a sliding window, 0 where one sees everything
+    """
+    anchors_N = valid_anchors(loss_mask_T, document_ids_T).nonzero().flatten()
+    start_N, anchor_N = (x[0] for x in context_intervals(anchors_N[None], document_ids_T[None]))
+    edges = torch.zeros(len(loss_mask_T) + 1, dtype=torch.int32, device=loss_mask_T.device)
+    one = torch.ones_like(anchor_N, dtype=torch.int32)
+    edges.index_add_(0, first_seen(start_N, anchor_N, 0, window), one).index_add_(0, anchor_N, -one)
+    return edges.cumsum(0)[:-1] > 0
 
 
 def dflash_dense_mask(anchors_BN: Tensor, document_ids_BT: Tensor, block_size: int, window: int = 0) -> Tensor:

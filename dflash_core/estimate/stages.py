@@ -18,8 +18,9 @@ from dflash_core.estimate.memory import Sizes
 from dflash_core.estimate.rates import Rates, measure_rates
 from dflash_core.evaluation.ways import further_ways
 from dflash_core.plan import Plan
-from dflash_core.runners import planned_steps
-from dflash_core.shards.columns import feature_columns
+from dflash_core.runners import planned_steps, used_tokens
+from dflash_core.shards.columns import all_columns, trimmed_bytes
+from dflash_core.shards.format import TOKENS
 from dflash_core.training.replica import compute_dtype
 
 # Share of the rate of a matrix product that a stage reaches, and seconds that a layer takes whatever it computes: on two cores from runs of the demo,
@@ -35,12 +36,16 @@ _ACCEPTANCE_LENGTH = 2.0  # of a drafter that nobody has measured yet
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one stage; None where there is nothing to say. ``rows`` counts what the stage makes; ``memory`` is bytes of each device."""
+    """Of one stage; None where there is nothing to say. ``rows`` counts what the stage makes; ``memory`` is bytes of each device.
+
+    trimmable_bytes: of the shards: what ``extraction.trim`` leaves out, or would
+    """
 
     rows: str
     disk_bytes: int | None = None
     memory: Mapping[str, int] | None = None
     seconds: float | None = None
+    trimmable_bytes: int | None = None
 
     @property
     def memory_bytes(self) -> int | None:
@@ -118,12 +123,16 @@ class _Work:
         if not self._plan.extracts:
             return Estimate("nothing")
         extraction, taps, tokens = self._config.extraction, len(self._plan.tap_layers), self._amounts.tokens
-        disk = tokens * sum(column.token_bytes for column in feature_columns(extraction, taps, self._plan.info.hidden_size))
+        whole, trimmed = (all_columns(extraction.model_copy(update={"trim": trim}), taps, self._plan.info.hidden_size) for trim in (False, True))
+        disk, trimmable = tokens * sum(column.token_bytes for column in whole), None
+        if self._amounts.exact:
+            trimmable = trimmed_bytes(trimmed, {TOKENS: tokens, **used_tokens(self._plan)})
+            disk -= trimmable if extraction.trim else 0
         devices = extraction.devices or (self._config.target.device,)
         at_once = sum(len(devices_of(device)) for device in devices) if self._kind == "cuda" else 1
         return Estimate(
             f"{math.ceil(self._amounts.samples / extraction.samples_per_shard)} shards", disk, self._sizes.shards().needed(),
-            self._prefill(tokens) / at_once + _LOADING_S,
+            self._prefill(tokens) / at_once + _LOADING_S, trimmable,
         )  # fmt: skip
 
     def warm_up(self) -> Estimate:

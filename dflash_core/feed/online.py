@@ -29,6 +29,7 @@ from dflash_core.feed.row import Row
 from dflash_core.feed.source import PackedOrder
 from dflash_core.shards import ShardSample
 from dflash_core.shards.extract import batches
+from dflash_core.shards.trim import SEEN, runs, used_rows
 from dflash_core.target import TargetModel
 
 
@@ -72,6 +73,7 @@ class TargetRows:
         self._target, self._samples, self._order, self._tap_layers = target, samples, order, tuple(tap_layers)
         self._lengths = [int(length) for length in samples.lengths]
         self._batch_tokens = config.extraction.batch_tokens
+        self._trimmed_for = config.drafter.farthest_seen if config.extraction.trim else None
         self._whole_rows = target.packs and training.row_length <= self._batch_tokens
         self._dtype: torch.dtype = getattr(torch, config.extraction.feature_dtype)
         self._shape = training.row_length, len(self._tap_layers) * target.info.hidden_size
@@ -122,7 +124,7 @@ class TargetRows:
 
     @torch.no_grad()
     def _run(self, members: Sequence[int], features_TF: torch.Tensor) -> None:
-        """Fill the features of a row: 0 after the last sample."""
+        """Fill the features of a row: 0 after the last sample, and where shards of it would be trimmed."""
         places, end = {}, 0
         for i in members:
             places[i] = slice(end, end := end + self._lengths[i])
@@ -134,6 +136,9 @@ class TargetRows:
             for i, part_tF in zip(batch, features_tF.split([len(ids) for ids in documents]), strict=False):
                 features_TF[places[i]] = part_tF
         features_TF[end:] = 0
+        if self._trimmed_for is not None:
+            for begin, end in runs(~torch.cat(used_rows(self._samples, members, self._trimmed_for)[SEEN])):
+                features_TF[begin:end] = 0
 
     def _wait_and_check(self, members: Sequence[int], features_TF: torch.Tensor) -> None:
         # Both extremes are NaN if any value is; they cost a fortieth of isfinite().all() on CPUs.

@@ -98,10 +98,8 @@ class ShardRows:
     def row(self, ordinal: int) -> Row:
         """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
         samples = [self._dataset.sample(i) for i in self._order.samples(ordinal)]
-        row = self._order.row(ordinal, samples, _side_by_side([sample.features for sample in samples], self._order.row_length, pinned=self._pinned))
-        further: dict[str, Any] = {
-            name: _side_by_side([sample.columns[name] for sample in samples], self._order.row_length, pinned=self._pinned) for name in self._further
-        }
+        row = self._order.row(ordinal, samples, _side_by_side(samples, "features", self._order.row_length, pinned=self._pinned))
+        further: dict[str, Any] = {name: _side_by_side(samples, name, self._order.row_length, pinned=self._pinned) for name in self._further}
         return replace(row, **further) if further else row
 
 
@@ -135,7 +133,7 @@ def build_row(
     return Row(
         ordinal=ordinal,
         epoch=epoch,
-        features=_side_by_side([sample.features for sample in samples], row_length) if features_TF is None else features_TF,
+        features=_side_by_side(samples, "features", row_length) if features_TF is None else features_TF,
         tokens=tokens_T,
         document_ids=document_ids_T,
         positions=positions_T,
@@ -145,17 +143,21 @@ def build_row(
     )
 
 
-def _side_by_side(values: Sequence[torch.Tensor], row_length: int, *, pinned: bool = False) -> torch.Tensor:
-    """[T, X] of several [t, X], 0 in the padding: the only copy between the page cache and, from ``pinned`` memory, the GPU.
+def _side_by_side(samples: Sequence[ShardSample], name: str, row_length: int, *, pinned: bool = False) -> torch.Tensor:
+    """[T, X] of a column, 0 in the padding and where nothing is stored: the only copy between the page cache and, from ``pinned`` memory, the GPU.
 
     By NumPy, which copies in the calling thread without Python's lock. torch would share each copy among threads, of which every loader has
     as many as there are cores.
     """
-    row_TX = torch.empty(row_length, values[0].shape[1], dtype=values[0].dtype, pin_memory=pinned)
+    begins = np.cumsum([0, *(len(sample.tokens) for sample in samples)]).tolist()
+    pieces = [(begin + first, rows) for begin, sample in zip(begins, samples, strict=False) for first, rows in sample.pieces(name)]
+    like = pieces[0][1]
+    row_TX = torch.empty(row_length, like.shape[1], dtype=like.dtype, pin_memory=pinned)
     bytes_TX = row_TX.view(torch.uint8).numpy()
     end = 0
-    for value in values:
-        begin, end = end, end + len(value)
-        bytes_TX[begin:end] = value.view(torch.uint8).numpy()
+    for begin, rows in pieces:
+        bytes_TX[end:begin] = 0
+        end = begin + len(rows)
+        bytes_TX[begin:end] = rows.view(torch.uint8).numpy()
     bytes_TX[end:] = 0
     return row_TX

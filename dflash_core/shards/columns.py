@@ -1,22 +1,24 @@
-"""What is stored of each token: which columns, how a pass of the target becomes them, and whether they are finite.
+"""What is stored of each token: which columns, what the card says of them, how a pass of the target becomes them, and whether they are finite.
 
 Shapes: T tokens of all samples of a batch, F = taps · hidden size, H hidden size, K of the likeliest tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from dflash_core.config import ExtractionConfig
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import DTYPES, Column, ShardCard
+from dflash_core.shards.format import DTYPES, TOKENS, Column, ShardCard
 from dflash_core.shards.fp8 import SCALES, to_fp8
+from dflash_core.shards.trim import SEEN, TAUGHT
 
 if TYPE_CHECKING:
     from dflash_core.data import SampleTable
+    from dflash_core.target import TargetInfo
 
 LAST_HIDDEN = "last_hidden"
 TOPK = ("topk_ids", "topk_logprobs")
@@ -29,17 +31,64 @@ Likeliest = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 def feature_columns(config: ExtractionConfig, taps: int, hidden_size: int) -> tuple[Column, ...]:
     """The columns of the target's: ``features``, their scales where they are fp8, and what is stored of its distribution, never in fp8."""
-    columns = [Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(taps * hidden_size,))]
+    seen, taught = (SEEN, TAUGHT) if config.trim else (None, None)
+    columns = [Column(name="features", dtype=_FEATURE_DTYPES[config.feature_dtype], shape=(taps * hidden_size,), where=seen)]
     if config.feature_dtype == "fp8":
-        columns.append(Column(name=SCALES, dtype="F32", shape=(taps,)))
+        columns.append(Column(name=SCALES, dtype="F32", shape=(taps,), where=seen))
     if config.teacher == "last_hidden":
-        columns.append(Column(name=LAST_HIDDEN, dtype="F32" if config.feature_dtype == "float32" else "BF16", shape=(hidden_size,)))
+        columns.append(Column(name=LAST_HIDDEN, dtype="F32" if config.feature_dtype == "float32" else "BF16", shape=(hidden_size,), where=taught))
     if config.teacher == "topk":
         columns += [
-            Column(name=TOPK[0], dtype="I32", shape=(config.teacher_tokens,)),
-            Column(name=TOPK[1], dtype="F16", shape=(config.teacher_tokens,)),
+            Column(name=TOPK[0], dtype="I32", shape=(config.teacher_tokens,), where=taught),
+            Column(name=TOPK[1], dtype="F16", shape=(config.teacher_tokens,), where=taught),
         ]
     return tuple(columns)
+
+
+def all_columns(config: ExtractionConfig, taps: int, hidden_size: int) -> tuple[Column, ...]:
+    """Those of the target's, token ids and masks, and which tokens have a row in the columns that are trimmed."""
+    of_target = feature_columns(config, taps, hidden_size)
+    partial = dict.fromkeys(column.where for column in of_target if column.where is not None)
+    of_tokens = Column(name="tokens", dtype="I32"), Column(name="loss_mask", dtype="BOOL"), *(Column(name=name, dtype="BOOL") for name in partial)
+    return *of_target, *of_tokens
+
+
+def card_of(
+    config: ExtractionConfig,
+    info: TargetInfo,
+    samples: SampleTable,
+    tap_layers: tuple[int, ...],
+    target_dtype: str,
+    code_version: int,
+    window: int = 0,
+) -> ShardCard:
+    """The card of a dataset that is to be made; arguments as ``extract``. Raises ``ShardError`` where there are no samples."""
+    if len(samples) == 0:
+        raise ShardError("There are no samples to extract hidden states of. Add prompts, or see rejected.jsonl for why they were left out.")
+    return ShardCard(
+        format=2 if config.trim else 1,
+        target_name=info.name,
+        target_revision=info.revision,
+        target_digest=info.digest,
+        target_dtype=target_dtype,
+        tokenizer_digest=info.tokenizer_digest,
+        template_digest=info.template_digest,
+        tap_layers=tap_layers,
+        hidden_size=info.hidden_size,
+        columns=all_columns(config, len(tap_layers), info.hidden_size),
+        samples_digest=samples.digest,
+        num_samples=len(samples),
+        samples_per_shard=config.samples_per_shard,
+        batch_tokens=config.batch_tokens,
+        code_version=code_version,
+        trimmed_for_window=window if config.trim else None,
+    )
+
+
+def trimmed_bytes(columns: Sequence[Column], rows: Mapping[str, int]) -> int:
+    """What a trimmed dataset takes less than if it were not, the masks that say so included. ``rows`` of the whole, by ``Column.counted_by``."""
+    partial = {column.where for column in columns if column.where is not None}
+    return sum((rows[TOKENS] - rows[column.counted_by]) * column.token_bytes for column in columns) - len(partial) * rows[TOKENS]
 
 
 def stored_columns(card: ShardCard, features_TF: torch.Tensor, tokens: int, head: Likeliest | None = None) -> dict[str, torch.Tensor]:

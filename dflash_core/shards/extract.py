@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 import torch
 
 from dflash_core.config import ExtractionConfig
-from dflash_core.errors import ShardError
-from dflash_core.shards.columns import EXTREMES, Likeliest, check_finite, feature_columns, stored_columns
-from dflash_core.shards.format import INDEX, Column, ShardCard, read_index, shard_name
+from dflash_core.shards.columns import EXTREMES, Likeliest, card_of, check_finite, stored_columns, trimmed_bytes
+from dflash_core.shards.format import INDEX, TOKENS, ShardCard, read_index, shard_name
 from dflash_core.shards.leases import LEASE_S, SharedShards
 from dflash_core.shards.overlap import WRITERS, BusyClock, PassClock, Slot, Slots
+from dflash_core.shards.trim import kept, used_rows
 from dflash_core.shards.writer import ShardWriter
 from dflash_core.stages import Progress, file_sha256, no_progress
 
@@ -50,6 +50,7 @@ def extract(
     tap_layers: Sequence[int],
     target_dtype: str,
     code_version: int,
+    window: int = 0,
     heads: Sequence[Likeliest] = (),
     shared: str | None = None,
     lease_s: float = LEASE_S,
@@ -62,20 +63,21 @@ def extract(
         targets: the target, once for each device; each is called by a thread of its own. None are needed where all shards are there.
         tap_layers: the layers whose outputs they return, in that order.
         target_dtype: precision in which the target runs, for the record.
+        window: of the drafter, where all its layers have a sliding window: what ``config.trim`` leaves out is beyond it.
         heads: of the same targets, where their likeliest tokens are stored.
         shared: address of a store in which extractors on other machines share the work too; every shard is put there as soon as it is whole.
         lease_s: seconds without a sign of life after which the work of one of those is taken over.
         finish: False makes shards and leaves the rest to others; what is ``shared`` is not kept in ``folder``. Counts are of this call alone then.
         progress: its unit tells the speed too, and how much of the time targets wait for the disk.
     Returns:
-        counts: samples, tokens, supervised_tokens, shards, bytes, bytes_per_token, digest (sha256 of the index, which holds the
-        checksum of every sample), and of this call extracted_tokens, tokens_per_second, waited_for_disk_s (targets, added up) and
-        waited_for_target_s (while no writer had work).
+        counts: samples, tokens, supervised_tokens, shards, bytes, bytes_per_token (of a token of which all is stored), trimmed_bytes (what
+        ``config.trim`` has saved, where it is set), digest (sha256 of the index, which holds the checksum of every sample), and of this call
+        extracted_tokens, tokens_per_second, waited_for_disk_s (targets, added up) and waited_for_target_s (while no writer had work).
     Raises:
         ShardError: the folder holds shards of another target or other settings; a feature is not finite (its sample is named);
             the disk is full; the store cannot be used. Finished shards are kept, and the same call goes on with the others.
     """
-    card = card_of(config, info, samples, tuple(tap_layers), target_dtype, code_version)
+    card = card_of(config, info, samples, tuple(tap_layers), target_dtype, code_version, window)
     with _open(folder, card, shared, lease_s, keep=finish or shared is None) as writer:
         run = _Extraction(config, card, writer, samples, progress)
         run.work(targets, heads or [None] * len(targets))
@@ -109,44 +111,23 @@ def _open(folder: Path, card: ShardCard, shared: str | None, lease_s: float, *, 
 
 def counts_of(folder: Path) -> dict[str, Any]:
     """What ``extract`` returns of a finished dataset, but for its speed."""
-    card, index = ShardCard.read(folder), read_index(folder / INDEX)
+    card = ShardCard.read(folder)
+    index = read_index(folder / INDEX, card)
+    trimmed = (
+        {"trimmed_bytes": trimmed_bytes(card.columns, {name: pc.sum(index[name]).as_py() for name in (TOKENS, *card.partial)})}
+        if card.partial
+        else {}
+    )
     return {
         "samples": card.num_samples,
-        "tokens": pc.sum(index["tokens"]).as_py(),
+        "tokens": pc.sum(index[TOKENS]).as_py(),
         "supervised_tokens": pc.sum(index["supervised"]).as_py(),
         "shards": card.num_shards,
         "bytes": sum((folder / shard_name(shard)).stat().st_size for shard in range(card.num_shards)),
         "bytes_per_token": sum(column.token_bytes for column in card.columns),
+        **trimmed,
         "digest": file_sha256(folder / INDEX),
     }
-
-
-def card_of(
-    config: ExtractionConfig, info: TargetInfo, samples: SampleTable, tap_layers: tuple[int, ...], target_dtype: str, code_version: int
-) -> ShardCard:
-    """The card of a dataset that is to be made. Raises ``ShardError`` where there are no samples."""
-    if len(samples) == 0:
-        raise ShardError("There are no samples to extract hidden states of. Add prompts, or see rejected.jsonl for why they were left out.")
-    return ShardCard(
-        target_name=info.name,
-        target_revision=info.revision,
-        target_digest=info.digest,
-        target_dtype=target_dtype,
-        tokenizer_digest=info.tokenizer_digest,
-        template_digest=info.template_digest,
-        tap_layers=tap_layers,
-        hidden_size=info.hidden_size,
-        columns=(
-            *feature_columns(config, len(tap_layers), info.hidden_size),
-            Column(name="tokens", dtype="I32"),
-            Column(name="loss_mask", dtype="BOOL"),
-        ),
-        samples_digest=samples.digest,
-        num_samples=len(samples),
-        samples_per_shard=config.samples_per_shard,
-        batch_tokens=config.batch_tokens,
-        code_version=code_version,
-    )
 
 
 def batches(lengths: Sequence[int], members: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -299,8 +280,14 @@ class _Shard:
         self.number, self.batches = number, made
         self.error: BaseException | None = None
         self._card, self._samples, self._first = writer.card, samples, members.start
+        window = self._card.trimmed_for_window
+        used = {} if window is None else used_rows(samples, members, window)
+        self._used = {name: used[name] for name in self._card.partial}
+        rows = {name: [int(mask.sum()) for mask in masks] for name, masks in self._used.items()}
         self._stack = contextlib.ExitStack()
-        self._out = self._stack.enter_context(writer.shard(number, [samples.id(i) for i in members], [int(samples.lengths[i]) for i in members]))
+        self._out = self._stack.enter_context(
+            writer.shard(number, [samples.id(i) for i in members], [int(samples.lengths[i]) for i in members], rows)
+        )
         self._left = len(made)
         self._lock = threading.Lock()
 
@@ -312,8 +299,10 @@ class _Shard:
             begin, end = end, end + int(self._samples.lengths[i])
             tokens = torch.tensor(self._samples.tokens(i), dtype=torch.int32)
             loss_mask = torch.tensor(self._samples.loss_mask(i), dtype=torch.bool)
+            used = {name: masks[i - self._first] for name, masks in self._used.items()}
             features = {name: stored[name][begin:end] for name in stored if name != EXTREMES}
-            self._out.write(i - self._first, {**features, "tokens": tokens, "loss_mask": loss_mask})
+            features |= {column.name: kept(features[column.name], used[column.where]) for column in self._card.columns if column.where is not None}
+            self._out.write(i - self._first, {**features, "tokens": tokens, "loss_mask": loss_mask, **used})
         with self._lock:
             self._left -= 1
             last = self._left == 0

@@ -14,6 +14,8 @@ order, and a reader checks exactly what it reads. pyarrow and safetensors alone 
     shard = safetensors.safe_open(f"shard-{row['shard']:05d}.safetensors", "pt")
     features = shard.get_slice("features")[row["start"] : row["start"] + row["tokens"]]
 
+A trimmed dataset is of format 2: some of its columns have rows for some of the tokens alone. Which, another column says (``Column.where``).
+
 Shapes: t tokens of a sample, T tokens of a shard, K tap layers, H hidden size of the target, F = K·H.
 """
 
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from dflash_core.errors import ShardError
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 CARD = "card.json"
 INDEX = "index.arrow"
 INDEX_PARTS = "index"
+TOKENS = "tokens"  # column of the index that counts the rows of a column with one for each token
 
 # Names of safetensors. Further columns (top-k, position ids of several axes) need no other change here.
 DTYPES = {
@@ -66,25 +69,46 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-class Column(BaseModel):
-    """A value per token: its name, its safetensors dtype and its shape per token (``()`` for a scalar)."""
+class _Described(BaseModel):
+    """Part of a card. What only trimmed datasets have is not written of others, whose cards stay as they were before there were such."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_serializer(mode="wrap")
+    def _without_trimming(self, as_usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = as_usual(self)
+        return {name: value for name, value in values.items() if value is not None or name not in ("where", "trimmed_for_window")}
+
+
+class Column(_Described):
+    """A value per token: its name, its safetensors dtype and its shape per token (``()`` for a scalar).
+
+    where: the column of BOOL that says which tokens have a row in this one; None: all have
+    """
+
     name: str
     dtype: Literal["F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "U8", "BOOL"]
     shape: tuple[int, ...] = ()
+    where: str | None = None
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
+        """Bytes of one token that has a row."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    @property
+    def counted_by(self) -> str:
+        """Column of the index that counts its rows in each sample."""
+        return self.where or TOKENS
 
-class ShardCard(BaseModel):
-    """What a dataset of hidden states is, and of what. Kept as ``card.json``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    format: Literal[1] = 1
+class ShardCard(_Described):
+    """What a dataset of hidden states is, and of what. Kept as ``card.json``.
+
+    trimmed_for_window: only what a drafter uses is stored whose layers all have a sliding window of so many positions, or less; 0: what any uses
+    """
+
+    format: Literal[1, 2] = 1
     target_name: str
     target_revision: str | None
     target_digest: str
@@ -99,6 +123,26 @@ class ShardCard(BaseModel):
     samples_per_shard: int
     batch_tokens: int
     code_version: int
+    trimmed_for_window: int | None = None
+
+    @model_validator(mode="after")
+    def _trimmed_is_format_2(self) -> ShardCard:
+        trimmed = self.trimmed_for_window is not None
+        if trimmed != (self.format == 2) or (self.partial and not trimmed):
+            raise ValueError("format 2 is that of trimmed datasets, which say trimmed_for_window")
+        return self
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The columns that say which tokens have a row in others."""
+        return tuple(dict.fromkeys(column.where for column in self.columns if column.where is not None))
+
+    @property
+    def index_schema(self) -> pa.Schema:
+        """Columns of the index."""
+        numbers = [pa.field(f"{name}_start", pa.int64(), nullable=False) for name in self.partial]
+        counts = [pa.field(name, pa.int32(), nullable=False) for name in self.partial]
+        return pa.schema([*INDEX_SCHEMA, *(field for pair in zip(numbers, counts, strict=True) for field in pair)])
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -138,6 +182,16 @@ class ShardCard(BaseModel):
             text = "\n".join([f"{where} holds hidden states of {self.target_name} that do not fit:", *differences])
             raise ShardError(f"{text}\nUse shards of this target and these settings, or extract into another folder.")
 
+    def require_window(self, window: int, where: Path | str) -> None:
+        """Raise ``ShardError`` if they are trimmed to less than a drafter sees, of whose layers all have this window; 0: one sees everything."""
+        trimmed = self.trimmed_for_window
+        if trimmed and not 0 < window <= trimmed:
+            wanted = f"drafter.sliding_window = {window} sees farther" if window else "this run has draft layers with full attention"
+            raise ShardError(
+                f"{where}/{CARD}: trimmed_for_window = {trimmed}, so of each context the last {trimmed} positions are stored, and {wanted}. "
+                f"Extract again for this drafter or with extraction.trim = false, or set drafter.sliding_window to at most {trimmed} in all layers."
+            )
+
 
 def expected_of(info: TargetInfo, tap_layers: Sequence[int]) -> dict[str, Any]:
     """The card fields that shards must have to train a drafter for a target with these taps."""
@@ -152,32 +206,35 @@ def expected_of(info: TargetInfo, tap_layers: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the bytes of a shard of T tokens lie: header, then one array [T, *shape] per column."""
+    """Where the bytes of a shard of T tokens lie: header, then one array [T, *shape] per column; of a trimmed column [its rows, *shape]."""
 
     columns: tuple[Column, ...]
-    tokens: int
     header: bytes
     begins: tuple[int, ...]
     size: int
 
     @classmethod
-    def of(cls, columns: Sequence[Column], tokens: int) -> Layout:
-        """The layout of a shard. Columns come widest dtype first, as safetensors has them, so that each is aligned."""
+    def of(cls, columns: Sequence[Column], rows: Mapping[str, int]) -> Layout:
+        """The layout of a shard. Columns come widest dtype first, as safetensors has them, so that each is aligned.
+
+        Args:
+            rows: by ``Column.counted_by``
+        """
         ordered = tuple(sorted(columns, key=lambda column: -DTYPES[column.dtype].itemsize))
-        ends = np.cumsum([0, *(tokens * column.token_bytes for column in ordered)]).tolist()
+        ends = np.cumsum([0, *(rows[column.counted_by] * column.token_bytes for column in ordered)]).tolist()
         entries = {
-            column.name: {"dtype": column.dtype, "shape": [tokens, *column.shape], "data_offsets": ends[i : i + 2]}
+            column.name: {"dtype": column.dtype, "shape": [rows[column.counted_by], *column.shape], "data_offsets": ends[i : i + 2]}
             for i, column in enumerate(ordered)
         }
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
-        return cls(ordered, tokens, header, tuple(len(header) + end for end in ends[:-1]), len(header) + ends[-1])
+        return cls(ordered, header, tuple(len(header) + end for end in ends[:-1]), len(header) + ends[-1])
 
-    def span(self, position: int, start: int, tokens: int) -> tuple[int, int]:
-        """(first byte, number of bytes) in the file of some tokens of the column at ``position``."""
+    def span(self, position: int, start: int, rows: int) -> tuple[int, int]:
+        """(first byte, number of bytes) in the file of some rows of the column at ``position``."""
         width = self.columns[position].token_bytes
-        return self.begins[position] + start * width, tokens * width
+        return self.begins[position] + start * width, rows * width
 
 
 def shard_name(shard: int) -> str:
@@ -190,7 +247,7 @@ def index_part(folder: Path, shard: int) -> Path:
     return folder / INDEX_PARTS / f"shard-{shard:05d}.arrow"
 
 
-def read_index(path: Path) -> pa.Table:
+def read_index(path: Path, card: ShardCard) -> pa.Table:
     """Read index rows into memory. Raises ``ShardError`` if the file is damaged; ``FileNotFoundError`` if it is not there."""
     content = path.read_bytes()
     try:
@@ -198,19 +255,19 @@ def read_index(path: Path) -> pa.Table:
         table.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise ShardError(f"{path} is damaged: {error}. Delete it and run the extraction again: at most one shard is made anew.") from error
-    if table.schema != INDEX_SCHEMA:
-        raise ShardError(f"{path} has columns {table.schema.names} instead of {INDEX_SCHEMA.names}. It was not written by this program.")
+    if table.schema != card.index_schema:
+        raise ShardError(f"{path} has columns {table.schema.names} instead of {card.index_schema.names}. It was not written by this program.")
     return table
 
 
 def is_whole(folder: Path, card: ShardCard, shard: int) -> bool:
     """Whether a shard and its index rows are there, of the right size."""
     try:
-        rows = read_index(index_part(folder, shard))
+        rows = read_index(index_part(folder, shard), card)
         size = (folder / shard_name(shard)).stat().st_size
     except (FileNotFoundError, ShardError):
         return False
-    return size == Layout.of(card.columns, sum(rows["tokens"].to_pylist())).size
+    return size == Layout.of(card.columns, {name: sum(rows[name].to_pylist()) for name in (TOKENS, *card.partial)}).size
 
 
 def checksum(pieces: Sequence[torch.Tensor]) -> int:

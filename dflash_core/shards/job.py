@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from dflash_core.config import ExtractionConfig, TargetConfig, devices_of
 from dflash_core.data import SampleTable
 from dflash_core.errors import TargetError
-from dflash_core.shards.extract import card_of, extract, is_to_do, target_threads
+from dflash_core.shards.columns import card_of
+from dflash_core.shards.extract import extract, is_to_do, target_threads
 from dflash_core.shards.store import fetch_file
 from dflash_core.stages import Progress, no_progress
 from dflash_core.target import TargetInfo, TargetModel, resolve_target
@@ -29,6 +30,7 @@ class ShardJob(BaseModel):
     samples:       a file of samples, or its address in the store
     folder:        where the shards go if there is no store
     shared:        address of the dataset in the store
+    window:        of the drafter, as ``extract`` wants it
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +42,7 @@ class ShardJob(BaseModel):
     folder: Path
     shared: str | None
     code_version: int
+    window: int
 
     @property
     def gpus(self) -> int:
@@ -68,12 +71,12 @@ def make_shards(job: ShardJob, progress: Progress = no_progress) -> dict[str, An
             samples, folder = Path(scratch) / "samples.parquet", Path(scratch) / "shards"
             fetch_file(job.samples, samples)
         table, dtype = SampleTable.open(samples), job.target.dtype
-        card = card_of(job.extraction, info, table, job.tap_layers, dtype, job.code_version)
+        card = card_of(job.extraction, info, table, job.tap_layers, dtype, job.code_version, job.window)
         models = [_load(job, info)] if is_to_do(folder, card, job.shared) else []
         targets, heads = target_threads(models, job.extraction, job.tap_layers)
         return extract(
             job.extraction, info, targets, table, folder, tap_layers=job.tap_layers, target_dtype=dtype, code_version=job.code_version, heads=heads,
-            shared=job.shared, finish=False, progress=progress,
+            window=job.window, shared=job.shared, finish=False, progress=progress,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import mmap
 import threading
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import DTYPES, INDEX, Layout, ShardCard, checksum, read_index, shard_name
+from dflash_core.shards.format import CARD, DTYPES, INDEX, TOKENS, Layout, ShardCard, checksum, read_index, shard_name
 from dflash_core.shards.fp8 import SCALES, from_fp8
+from dflash_core.shards.trim import runs
 from dflash_core.stages import file_sha256
 
 AGAIN = "Delete that file and run the extraction again: only this shard is made anew."
@@ -30,14 +31,39 @@ AGAIN = "Delete that file and run the extraction again: only this shard is made 
 
 @dataclass(frozen=True)
 class ShardSample:
-    """One sample as stored: a tensor [t, *shape] for every declared column."""
+    """One sample as stored: a tensor [t, *shape] for every declared column; of a trimmed one its rows alone.
+
+    where: for each trimmed column the one that says which tokens have a row
+    """
 
     id: str
     columns: Mapping[str, torch.Tensor]
+    where: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def features(self) -> torch.Tensor:
-        """Hidden states of the tapped layers side by side, [t, F]: a view in the stored precision, or in bfloat16 if they are stored in fp8."""
+        """Hidden states of the tapped layers side by side, [t, F]: a view in the stored precision, or in bfloat16 if they are stored in fp8.
+
+        Of a trimmed dataset a copy, 0 where nothing is stored.
+        """
+        if "features" not in self.where:
+            return self._stored_features
+        features_tF = self._stored_features.new_zeros(len(self.tokens), self._stored_features.shape[1])
+        for first, rows in self.pieces("features"):
+            features_tF[first : first + len(rows)] = rows
+        return features_tF
+
+    def pieces(self, name: str) -> list[tuple[int, torch.Tensor]]:
+        """What is stored of a column, as runs of tokens: the first one's position in the sample, and the rows [n, *shape], features as above."""
+        stored = self._stored_features if name == "features" else self.columns[name]
+        if name not in self.where:
+            return [(0, stored)]
+        found = runs(self.columns[self.where[name]])
+        rows = stored.split([after - first for first, after in found])
+        return [(first, piece) for (first, _), piece in zip(found, rows, strict=True)] or [(0, stored)]
+
+    @functools.cached_property
+    def _stored_features(self) -> torch.Tensor:
         features = self.columns["features"]
         return from_fp8(features, self.columns[SCALES]) if features.dtype == torch.float8_e4m3fn else features
 
@@ -72,19 +98,22 @@ class ShardDataset:
         self.card = ShardCard.read(folder)
         self.card.require(expect or {}, folder)
         try:
-            index = read_index(folder / INDEX)
+            index = read_index(folder / INDEX, self.card)
             self.digest = file_sha256(folder / INDEX)
         except FileNotFoundError as error:
             raise ShardError(f"{folder} is not finished: it has no {INDEX}. Run the extraction again; it goes on where it ended.") from error
         if len(index) != self.card.num_samples:
             raise ShardError(
-                f"{folder / INDEX} has {len(index)} samples, but {folder / 'card.json'} says {self.card.num_samples}. Run the extraction again."
+                f"{folder / INDEX} has {len(index)} samples, but {folder / CARD} says {self.card.num_samples}. Run the extraction again."
             )
         self.ids: list[str] = index["id"].to_pylist()
         self.lengths = index["tokens"].to_numpy().astype(np.int64)
         self.supervised = index["supervised"].to_numpy().astype(np.int64)
         self._shards = index["shard"].to_numpy()
-        self._starts = index["start"].to_numpy()
+        self._rows = {TOKENS: (index["start"].to_numpy(), self.lengths)} | {
+            name: (index[f"{name}_start"].to_numpy(), index[name].to_numpy()) for name in self.card.partial
+        }
+        self._where = {column.name: column.where for column in self.card.columns if column.where is not None}
         self._checksums = index["crc32"].to_numpy()
         self._unverified = np.full(len(index), verify)
         self._mapped: dict[int, tuple[Layout, torch.Tensor]] = {}
@@ -101,9 +130,10 @@ class ShardDataset:
 
     def sample(self, index: int) -> ShardSample:
         """Sample ``index`` as views of its shard. Raises ``ShardError`` naming the shard and the sample if they are damaged."""
-        shard, start, tokens = int(self._shards[index]), int(self._starts[index]), int(self.lengths[index])
+        shard = int(self._shards[index])
         layout, data = self._open(shard)
-        spans = [layout.span(position, start, tokens) for position in range(len(layout.columns))]
+        rows = {name: (int(starts[index]), int(counts[index])) for name, (starts, counts) in self._rows.items()}
+        spans = [layout.span(position, *rows[column.counted_by]) for position, column in enumerate(layout.columns)]
         pieces = [data[begin : begin + size] for begin, size in spans]
         if self._unverified[index]:
             found, stored = checksum(pieces), int(self._checksums[index])
@@ -113,13 +143,18 @@ class ShardDataset:
             self._unverified[index] = False
         return ShardSample(
             self.ids[index],
-            {column.name: piece.view(DTYPES[column.dtype]).view(tokens, *column.shape) for column, piece in zip(layout.columns, pieces, strict=True)},
+            {
+                column.name: piece.view(DTYPES[column.dtype]).view(rows[column.counted_by][1], *column.shape)
+                for column, piece in zip(layout.columns, pieces, strict=True)
+            },
+            self._where,
         )
 
     def _open(self, shard: int) -> tuple[Layout, torch.Tensor]:
         with self._lock:
             if shard not in self._mapped:
-                layout = Layout.of(self.card.columns, int(self.lengths[self._shards == shard].sum()))
+                here = self._shards == shard
+                layout = Layout.of(self.card.columns, {name: int(counts[here].sum()) for name, (_, counts) in self._rows.items()})
                 self._mapped[shard] = layout, map_shard(self.folder / shard_name(shard), layout)
             return self._mapped[shard]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import INDEX, ShardCard, index_part, read_index, shard_name
+from dflash_core.shards.format import INDEX, TOKENS, ShardCard, index_part, read_index, shard_name
 from dflash_core.shards.reader import ShardDataset
 from dflash_core.stages import Progress, no_progress
 
@@ -44,20 +44,18 @@ def verify_shards(folder: Path, progress: Progress = no_progress) -> list[str]:
 
 def _index_problems(dataset: ShardDataset, card: ShardCard) -> list[str]:
     """The rows must be those of the shards' own index parts, and lie one after the other."""
-    whole = read_index(dataset.folder / INDEX)
+    whole = read_index(dataset.folder / INDEX, card)
     problems = []
     for shard in range(card.num_shards):
         members = card.samples_of(shard)
         rows = whole.slice(members.start, len(members))
         path = index_part(dataset.folder, shard)
-        starts = np.cumsum([0, *rows["tokens"].to_numpy()])[:-1].tolist()
-        in_line = (rows["sample"].to_pylist(), rows["shard"].to_pylist(), rows["start"].to_pylist()) == (
-            list(members),
-            [shard] * len(members),
-            starts,
+        in_line = (rows["sample"].to_pylist(), rows["shard"].to_pylist()) == (list(members), [shard] * len(members)) and all(
+            rows[start].to_pylist() == np.cumsum([0, *rows[count].to_numpy()])[:-1].tolist()
+            for start, count in (("start", TOKENS), *((f"{name}_start", name) for name in card.partial))
         )
         try:
-            if not in_line or not read_index(path).equals(rows):
+            if not in_line or not read_index(path, card).equals(rows):
                 problems.append(
                     f"{path} and {INDEX} do not tell the same of {shard_name(shard)}. "
                     f"Delete {path} and run the extraction again: only this shard is made anew."

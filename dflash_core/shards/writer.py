@@ -17,7 +17,7 @@ import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,7 @@ from dflash_core.shards.format import (
     DTYPES,
     INDEX,
     INDEX_PARTS,
-    INDEX_SCHEMA,
+    TOKENS,
     Layout,
     ShardCard,
     checksum,
@@ -99,8 +99,11 @@ class ShardWriter:
         return is_whole(self.folder, self.card, shard) if self._shared is None else self._shared.has(shard)
 
     @contextlib.contextmanager
-    def shard(self, shard: int, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[OpenShard]:
+    def shard(self, shard: int, ids: Sequence[str], lengths: Sequence[int], rows: Mapping[str, Sequence[int]] | None = None) -> Iterator[OpenShard]:
         """Write one shard: ids and token counts of ``card.samples_of(shard)`` are given, columns follow by ``OpenShard.write``.
+
+        Args:
+            rows: by name of ``card.partial``, rows of each sample in the columns that it is about
 
         Raises:
             ShardError: the disk is full (what is finished stays), or a sample was not written.
@@ -108,23 +111,25 @@ class ShardWriter:
         samples = self.card.samples_of(shard)
         if not len(ids) == len(lengths) == len(samples):
             raise ValueError(f"shard {shard} has {len(samples)} samples, but {len(ids)} ids and {len(lengths)} lengths were given")
-        lengths = [int(length) for length in lengths]
-        layout = Layout.of(self.card.columns, sum(lengths))
+        counts = {TOKENS: [int(length) for length in lengths], **(rows or {})}
+        layout = Layout.of(self.card.columns, {name: sum(found) for name, found in counts.items()})
         with _clear_disk_errors(self.folder, layout.size):
             with atomic_write(self.folder / shard_name(shard)) as temporary:
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
                 try:
                     _reserve(descriptor, layout.size)
                     _write_at(descriptor, memoryview(layout.header), 0)
-                    out = OpenShard(descriptor, layout, lengths)
+                    out = OpenShard(descriptor, layout, counts)
                     yield out
                 finally:
                     os.close(descriptor)
                 out.require_all(shard_name(shard))
-            table = pa.table(
-                [list(samples), list(ids), [shard] * len(samples), out.starts, list(lengths), out.supervised, out.crc32],
-                schema=INDEX_SCHEMA,
-            )
+            of_rows = {f"{name}_start": out.starts[name] for name in self.card.partial} | {name: counts[name] for name in self.card.partial}
+            values: dict[str, Sequence[Any]] = {
+                "sample": list(samples), "id": list(ids), "shard": [shard] * len(samples), "start": out.starts[TOKENS], TOKENS: counts[TOKENS],
+                "supervised": out.supervised, "crc32": out.crc32, **of_rows,
+            }  # fmt: skip
+            table = pa.table(values, schema=self.card.index_schema)
             _write_index(index_part(self.folder, shard), table)
         if self._shared is not None:
             self._publish(shard)
@@ -150,7 +155,7 @@ class ShardWriter:
         self._claims.wait_for(self.card.num_shards)  # the others write the same bytes, but would take away each other's temporary files
         if self._shared is not None:
             pull_shards(self._shared.address, self.card, self.folder)
-        table = pa.concat_tables([read_index(index_part(self.folder, shard)) for shard in range(self.card.num_shards)]).combine_chunks()
+        table = pa.concat_tables([read_index(index_part(self.folder, shard), self.card) for shard in range(self.card.num_shards)]).combine_chunks()
         for leftover in [*self.folder.glob(".*.tmp"), *self.folder.glob(f"{INDEX_PARTS}/.*.tmp")]:
             leftover.unlink()
         with _clear_disk_errors(self.folder, 0):
@@ -172,25 +177,28 @@ class ShardWriter:
 class OpenShard:
     """A shard being filled. Positions count from 0 within the shard."""
 
-    def __init__(self, descriptor: int, layout: Layout, lengths: Sequence[int]):
+    def __init__(self, descriptor: int, layout: Layout, counts: Mapping[str, Sequence[int]]):
         self._descriptor = descriptor
         self._layout = layout
-        self._lengths = lengths
-        self.starts: list[int] = np.cumsum([0, *lengths])[:-1].tolist()
-        self.supervised: list[int | None] = [None] * len(lengths)
-        self.crc32: list[int | None] = [None] * len(lengths)
+        self._counts = counts
+        self.starts: dict[str, list[int]] = {name: np.cumsum([0, *rows])[:-1].tolist() for name, rows in counts.items()}
+        self.supervised: list[int | None] = [None] * len(counts[TOKENS])
+        self.crc32: list[int | None] = [None] * len(counts[TOKENS])
 
     def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
-        """Write all columns of one sample: CPU tensors [t, *shape] of the declared dtypes. ``loss_mask`` is always among them."""
-        tokens = self._lengths[position]
+        """Write all columns of one sample: CPU tensors [t, *shape] of the declared dtypes, of trimmed columns their rows alone.
+
+        ``loss_mask`` is always among them.
+        """
         pieces = []
         for index, column in enumerate(self._layout.columns):
             value = columns[column.name]
-            shape = (tokens, *column.shape)
+            rows, start = (values[column.counted_by][position] for values in (self._counts, self.starts))
+            shape = (rows, *column.shape)
             if value.dtype != DTYPES[column.dtype] or value.shape != shape:
                 raise ValueError(f"column {column.name} must be {DTYPES[column.dtype]} of shape {shape}, not {value.dtype} of {tuple(value.shape)}")
             piece = value.contiguous().reshape(-1).view(torch.uint8)
-            offset, size = self._layout.span(index, self.starts[position], tokens)
+            offset, size = self._layout.span(index, start, rows)
             _write_at(self._descriptor, piece.numpy().data, offset)
             _start_for_disk(self._descriptor, offset, size)
             pieces.append(piece)

@@ -177,7 +177,7 @@ def warm_up(
 
     Raises:
         WarmUpError: not called on the main thread.
-        ShardError: the shards are of another target or of other layers.
+        ShardError: the shards are of another target or of other layers, or trimmed to less than the drafter sees.
         TargetError: a target that is to feed training cannot be loaded or run.
         ConfigError: the data holds less than one step.
         CheckpointError: the checkpoint in ``folder`` belongs to other settings, or all are damaged.
@@ -188,6 +188,7 @@ def warm_up(
     settings = {**config_settings(config), "digest of the target": info.digest}
     if isinstance(dataset, ShardDataset):
         dataset.card.require(expected_of(info, tap_layers), dataset.folder)
+        dataset.card.require_window(config.drafter.farthest_seen, dataset.folder)
         further = TEACHER_COLUMNS[config.extraction.teacher] if config.objective.distillation.weight > 0 else ()
         loaders = loaders_of(ShardRows(dataset, config.training, config.run.seed, further=further))
         settings["digest of the shards"] = dataset.digest

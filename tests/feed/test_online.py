@@ -36,14 +36,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     return TargetModel.from_pretrained(save_tiny_target("llama", tmp_path_factory.mktemp("target")), dtype=torch.float32)
 
 
-def config(batch_tokens: int, targets: int = 1, feature_dtype: str = "float32") -> PipelineConfig:
+def config(batch_tokens: int, targets: int = 1, feature_dtype: str = "float32", trim: bool = False) -> PipelineConfig:
     return parse_config(
         {
             "run": {"seed": 3},
             "target": {"model": "tiny"},
             "data": {"sources": [{"source": "none.jsonl"}], "max_length": 96},
-            "extraction": {"samples_per_shard": 8, "batch_tokens": batch_tokens, "feature_dtype": feature_dtype},
-            "drafter": {"block_size": 4, "mask_token_id": 259},
+            "extraction": {"samples_per_shard": 8, "batch_tokens": batch_tokens, "feature_dtype": feature_dtype, "trim": trim},
+            "drafter": {"block_size": 4, "mask_token_id": 259, "sliding_window": 5 if trim else None},
             "training": {"feed": "online", "target_devices": ["cpu"] * targets, "row_length": 96, "num_anchors": 10, "queue_rows": 4},
         }
     )
@@ -59,16 +59,18 @@ def rows(settings: PipelineConfig, target: TargetModel, count: int) -> list[Row]
 def rows_of_shards(settings: PipelineConfig, target: TargetModel, folder: Path, count: int) -> list[Row]:
     extract(
         settings.extraction, target.info, [partial(target.packed_hidden_states, tap_layers=TAPS)], SAMPLES, folder,  # type: ignore[arg-type]
-        tap_layers=TAPS, target_dtype="float32", code_version=1,
+        tap_layers=TAPS, target_dtype="float32", code_version=1, window=settings.drafter.farthest_seen,
     )  # fmt: skip
     source = ShardRows(ShardDataset(folder), settings.training, settings.run.seed)
     assert source.rows_per_epoch(0) < count  # more than an epoch
     return [source.row(ordinal) for ordinal in range(count)]
 
 
-@pytest.mark.parametrize("targets", [1, 3])
-def test_rows_of_live_targets_are_those_of_shards_bit_for_bit_where_samples_run_alone(tmp_path: Path, target: TargetModel, targets: int) -> None:
-    settings = config(1, targets)
+@pytest.mark.parametrize(("targets", "trim"), [(1, False), (3, False), (1, True)])
+def test_rows_of_live_targets_are_those_of_shards_bit_for_bit_where_samples_run_alone(
+    tmp_path: Path, target: TargetModel, targets: int, trim: bool
+) -> None:
+    settings = config(1, targets, trim=trim)
     expected, found = rows_of_shards(settings, target, tmp_path, 14), rows(settings, target, 14)
     assert all(same(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -53,7 +53,7 @@ def test_every_flipped_bit_of_a_shard_is_found_and_named(dataset_folder: Path) -
 
 
 def test_a_flipped_bit_names_the_sample_and_spares_the_others(dataset_folder: Path) -> None:
-    layout = Layout.of(ShardCard.read(dataset_folder).columns, int(ShardDataset(dataset_folder).lengths[4:8].sum()))
+    layout = Layout.of(ShardCard.read(dataset_folder).columns, {"tokens": int(ShardDataset(dataset_folder).lengths[4:8].sum())})
     flip_bit(dataset_folder / "shard-00001.safetensors", layout.begins[1] + 5)  # in the features of the shard's first sample
     dataset = ShardDataset(dataset_folder)
     for _ in range(2):  # damage is reported as often as it is read

@@ -1,0 +1,152 @@
+"""What a trimmed dataset leaves out is what no anchor can use, and nothing else of it is another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from dflash_core.config import ExtractionConfig, TrainingConfig
+from dflash_core.drafter import block_labels, dflash_dense_mask, teacher_states, valid_anchors
+from dflash_core.errors import ShardError
+from dflash_core.feed import ShardRows
+from dflash_core.shards import TEACHER_COLUMNS, ShardCard, ShardDataset, verify_shards
+from dflash_core.shards.trim import SEEN, TAUGHT, runs, used_rows
+from tests.shards.fakes import CONFIG, HIDDEN, FakeSamples, hidden_states, run
+
+BLOCK, WINDOW = 4, 6
+TEXT = ("format", "target_name", "target_revision", "target_digest", "target_dtype", "tokenizer_digest", "template_digest", "tap_layers")
+NUMBERS = ("hidden_size", "columns", "samples_digest", "num_samples", "samples_per_shard", "batch_tokens", "code_version")
+
+
+class Turns(FakeSamples):
+    """Prompts and answers by turns, of lengths that differ; one sample has no anchor, and one is an answer from its first token to its last."""
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        mask = np.arange(self.lengths[i]) % (14 + i % 3) >= 10
+        return np.zeros_like(mask) if i == 3 else mask | (i == 5)
+
+
+SAMPLES = Turns(14)
+
+
+class OfOneMask:
+    def __init__(self, mask: list[bool]):
+        self.mask = np.array(mask)
+
+    def loss_mask(self, index: int) -> np.ndarray:
+        return self.mask
+
+
+@given(mask=st.lists(st.booleans(), min_size=2, max_size=24), window=st.sampled_from([0, 4, 5, 9]))
+def test_what_is_kept_is_what_the_blocks_of_all_anchors_see_and_where_the_target_says_their_labels(mask: list[bool], window: int) -> None:
+    tokens = len(mask)
+    mask_BT, ids_BT = torch.tensor([mask]), torch.zeros(1, tokens, dtype=torch.int32)
+    anchors_BN = torch.cat([valid_anchors(mask_BT, ids_BT)[0].nonzero().flatten(), torch.tensor([-1])])[None]  # and an empty slot
+    seen = dflash_dense_mask(anchors_BN, ids_BT, BLOCK, window)[0, 0, :, :tokens].any(dim=0)
+    places = teacher_states(torch.arange(tokens)[None, :, None], anchors_BN, BLOCK)[..., 0]
+    labelled = block_labels(torch.arange(tokens)[None], mask_BT, ids_BT, anchors_BN, BLOCK)[..., 1:] >= 0
+    samples: Any = OfOneMask(mask)
+    used = used_rows(samples, [0], window)
+    assert torch.equal(used[SEEN][0], seen)
+    assert used[TAUGHT][0].nonzero().flatten().tolist() == places[labelled].unique().tolist()
+
+
+def extraction(folder: Path, trim: bool, **changes: Any) -> dict[str, Any]:
+    config = CONFIG.model_copy(update={"trim": trim, **changes})
+
+    def target(documents: Any) -> torch.Tensor:
+        features_TF = hidden_states(documents)
+        return features_TF if config.teacher == "none" else torch.cat([features_TF, features_TF[:, :HIDDEN] + 1], dim=1)
+
+    def likeliest(last_TH: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        top = last_TH.topk(count)
+        return top.indices, top.values
+
+    return run(folder, SAMPLES, target, config=config, window=WINDOW, heads=[likeliest] if config.teacher == "topk" else [])
+
+
+def without_headers(folder: Path) -> int:
+    contents = [path.read_bytes() for path in folder.glob("shard-*")]
+    return sum(len(content) - 8 - int.from_bytes(content[:8], "little") for content in contents)
+
+
+@pytest.mark.parametrize("changes", [{}, {"feature_dtype": "fp8", "teacher": "topk", "teacher_tokens": 3}, {"teacher": "last_hidden"}])
+def test_rows_of_a_trimmed_dataset_are_those_of_the_whole_one_wherever_they_are_read_and_0_elsewhere(tmp_path: Path, changes: dict) -> None:
+    whole, trimmed = extraction(tmp_path / "whole", False, **changes), extraction(tmp_path / "trimmed", True, **changes)
+    assert verify_shards(tmp_path / "trimmed") == []
+    assert trimmed["trimmed_bytes"] == without_headers(tmp_path / "whole") - without_headers(tmp_path / "trimmed")
+    assert trimmed["trimmed_bytes"] > 0.2 * whole["bytes"]
+    further = TEACHER_COLUMNS[ExtractionConfig(**changes).teacher]
+    settings = TrainingConfig(row_length=96, num_anchors=10)
+    sources = [ShardRows(ShardDataset(tmp_path / name), settings, 0, further=further) for name in ("whole", "trimmed")]
+    used = {SAMPLES.id(i): {name: masks[0] for name, masks in used_rows(SAMPLES, [i], WINDOW).items()} for i in range(len(SAMPLES))}  # type: ignore[arg-type]
+    for ordinal in range(2 * sources[0].rows_per_epoch(0)):
+        expected, found = (source.row(ordinal).tensors for source in sources)
+        ids = sources[0].row(ordinal).sample_ids
+        for name, values in expected.items():
+            if name in ("features", *further):
+                rows = torch.cat([used[id][SEEN if name == "features" else TAUGHT] for id in ids])
+                kept = torch.cat([rows, torch.zeros(len(values) - len(rows), dtype=torch.bool)])
+                values = torch.where(kept[:, None], values, 0)
+            assert torch.equal(values, found[name]), name
+
+
+def test_a_sample_of_a_trimmed_dataset_has_all_of_its_tokens_and_0_for_the_features_that_are_not_stored(tmp_path: Path) -> None:
+    extraction(tmp_path, True)
+    dataset = ShardDataset(tmp_path)
+    assert not dataset.sample(3).features.any()
+    for i in (3, 5, int(np.argmax(SAMPLES.lengths))):
+        sample, seen = dataset.sample(i), used_rows(SAMPLES, [i], WINDOW)[SEEN][0]  # type: ignore[arg-type]
+        assert sample.features.shape == (len(sample.tokens), 16)
+        np.testing.assert_array_equal(sample.tokens.numpy(), SAMPLES.tokens(i))
+        assert torch.equal(sample.features.any(dim=1), seen)
+        assert sum(len(rows) for _, rows in sample.pieces("features")) == int(seen.sum())
+
+
+def test_pyarrow_and_safetensors_alone_read_a_trimmed_dataset(tmp_path: Path) -> None:
+    extraction(tmp_path, True)
+    longest = int(np.argmax(SAMPLES.lengths))
+    row = pa.ipc.open_file(str(tmp_path / "index.arrow")).read_all().to_pylist()[longest]
+    with safe_open(tmp_path / f"shard-{row['shard']:05d}.safetensors", "pt") as shard:
+        seen = shard.get_slice("seen")[row["start"] : row["start"] + row["tokens"]]
+        stored = shard.get_slice("features")[row["seen_start"] : row["seen_start"] + row["seen"]]
+    features = stored.new_zeros(row["tokens"], stored.shape[1])
+    features[seen] = stored
+    assert torch.equal(features, ShardDataset(tmp_path).sample(longest).features)
+    assert len(runs(seen)) > 1
+
+
+def test_a_dataset_that_is_not_trimmed_has_no_word_of_it(tmp_path: Path) -> None:
+    extraction(tmp_path, False)
+    card = json.loads((tmp_path / "card.json").read_bytes())
+    assert (tuple(card), card["format"]) == (TEXT + NUMBERS, 1)
+    assert {tuple(column) for column in card["columns"]} == {("name", "dtype", "shape")}
+    assert pa.ipc.open_file(str(tmp_path / "index.arrow")).schema.names == ["sample", "id", "shard", "start", "tokens", "supervised", "crc32"]
+
+
+@pytest.mark.parametrize(("window", "fits"), [(WINDOW, True), (WINDOW - 1, True), (WINDOW + 1, False), (0, False)])
+def test_shards_that_are_trimmed_to_less_than_a_drafter_sees_are_refused_with_both_windows(tmp_path: Path, window: int, fits: bool) -> None:
+    extraction(tmp_path, True)
+    card = ShardCard.read(tmp_path)
+    if fits:
+        card.require_window(window, tmp_path)
+    else:
+        sees = "drafter.sliding_window = 7 sees farther" if window else "draft layers with full attention"
+        with pytest.raises(ShardError, match=rf"card\.json: trimmed_for_window = 6.*{sees}.*extraction\.trim = false.*to at most 6"):
+            card.require_window(window, tmp_path)
+    card.model_copy(update={"trimmed_for_window": 0}).require_window(window, tmp_path)
+
+
+def test_shards_that_are_trimmed_for_another_window_are_not_continued(tmp_path: Path) -> None:
+    extraction(tmp_path, True)
+    with pytest.raises(ShardError, match=r"trimmed_for_window: the shards have 6, this run needs 8"):
+        run(tmp_path, SAMPLES, config=CONFIG.model_copy(update={"trim": True}), window=8)
