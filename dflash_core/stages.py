@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +48,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Whoever may read the folder may read the file: safetensors by itself lets nobody but the owner.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")  # machines that share a folder have the same numbers
     try:
         yield temporary
         temporary.chmod(path.parent.stat().st_mode & 0o666)

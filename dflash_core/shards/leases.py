@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from dflash_core.errors import ShardError
 from dflash_core.shards.format import CARD, INDEX_PARTS, ShardCard, index_part, shard_name
-from dflash_core.shards.store import clear_errors, open_store
+from dflash_core.shards.store import clear_errors, open_store, put, sweep
 
 LEASE_S = 60.0
 _LOOK_S = 2.0
@@ -123,7 +123,8 @@ class SharedShards:
         with clear_errors(self.address):
             for name in (shard_name(shard), part):
                 self._require_claim(shard)
-                self._files.put_file(str(folder / name), f"{self._path}/{name}")
+                sweep(self._files, f"{self._path}/{name}")
+                put(self._files, folder / name, f"{self._path}/{name}")
         with self._lock:
             self._finished.add(shard)
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import ValidationError
 
 from dflash_core.errors import ShardError
+from dflash_core.shards.disk import clear_disk_errors
 from dflash_core.shards.format import CARD, INDEX, ShardCard, index_part, is_whole, shard_name
 from dflash_core.stages import Progress, atomic_write, no_progress
 
@@ -45,11 +47,11 @@ def push(folder: Path, address: str, progress: Progress = no_progress) -> None:
 
         def send(name: str) -> None:
             if there.get(name) != (folder / name).stat().st_size:
-                files.put_file(str(folder / name), f"{path}/{name}")
+                put(files, folder / name, f"{path}/{name}")
 
         _each(send, names, progress)
         for name in (CARD, INDEX):
-            files.put_file(str(folder / name), f"{path}/{name}")
+            put(files, folder / name, f"{path}/{name}")
         files.invalidate_cache()
 
 
@@ -93,8 +95,24 @@ def _fetch(files: Any, path: str, name: str, there: Mapping[str, int], folder: P
     """Copy a file from the store, unless it is here and of the same size."""
     here = folder / name
     if not here.is_file() or here.stat().st_size != there.get(name):
-        with atomic_write(here) as temporary:
+        with clear_disk_errors(folder, there.get(name, 0)), atomic_write(here) as temporary:
             files.get_file(f"{path}/{name}", str(temporary))
+
+
+def put(files: Any, source: Path, there: str) -> None:
+    """Copy a file to ``there`` in a store, where it appears whole or not at all. Object stores see to that; in a folder it has another name first."""
+    if not isinstance(files, LocalFileSystem):
+        files.put_file(str(source), there)
+        return
+    with clear_disk_errors(Path(there).parent, source.stat().st_size), atomic_write(Path(there)) as temporary:
+        files.put_file(str(source), str(temporary))
+
+
+def sweep(files: Any, there: str) -> None:
+    """Take away what a killed process left of a file that none but this one writes."""
+    if isinstance(files, LocalFileSystem):
+        for leftover in Path(there).parent.glob(f".{Path(there).name}.*.tmp"):
+            leftover.unlink(missing_ok=True)
 
 
 def put_beside(path: Path, address: str) -> str:
@@ -103,7 +121,7 @@ def put_beside(path: Path, address: str) -> str:
         files, there = open_store(address)
         files.makedirs(there.rpartition("/")[0], exist_ok=True)
         if not files.exists(there) or files.size(there) != path.stat().st_size:
-            files.put_file(str(path), there)
+            put(files, path, there)
     return address
 
 
@@ -111,7 +129,8 @@ def fetch_file(address: str, path: Path) -> None:
     """Copy one file from a store. Raises ``ShardError`` where there is none, or the store cannot be used."""
     with clear_errors(address):
         files, there = open_store(address)
-        files.get_file(there, str(path))
+        with clear_disk_errors(path.parent, 0):
+            files.get_file(there, str(path))
 
 
 def _damaged(address: str, how: str) -> ShardError:

@@ -13,7 +13,6 @@ ever changed in place. Several processes may write into one folder: each claims 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 
 from dflash_core.errors import ShardError
 from dflash_core.shards.claims import Claims
+from dflash_core.shards.disk import clear_disk_errors
 from dflash_core.shards.format import (
     CARD,
     DTYPES,
@@ -60,7 +60,7 @@ class ShardWriter:
         self.folder = folder
         self.card = card
         self._shared, self._keep = shared, keep
-        with _clear_disk_errors(folder, 0):
+        with clear_disk_errors(folder, 0):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / CARD).exists():
                 ShardCard.read(folder).require(card.identity, folder)
@@ -113,7 +113,7 @@ class ShardWriter:
             raise ValueError(f"shard {shard} has {len(samples)} samples, but {len(ids)} ids and {len(lengths)} lengths were given")
         counts = {TOKENS: [int(length) for length in lengths], **(rows or {})}
         layout = Layout.of(self.card.columns, {name: sum(found) for name, found in counts.items()})
-        with _clear_disk_errors(self.folder, layout.size):
+        with clear_disk_errors(self.folder, layout.size):
             with atomic_write(self.folder / shard_name(shard)) as temporary:
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
                 try:
@@ -158,7 +158,7 @@ class ShardWriter:
         table = pa.concat_tables([read_index(index_part(self.folder, shard), self.card) for shard in range(self.card.num_shards)]).combine_chunks()
         for leftover in [*self.folder.glob(".*.tmp"), *self.folder.glob(f"{INDEX_PARTS}/.*.tmp")]:
             leftover.unlink()
-        with _clear_disk_errors(self.folder, 0):
+        with clear_disk_errors(self.folder, 0):
             _write_index(self.folder / INDEX, table)
         self._claims.remove()
         return table
@@ -234,18 +234,3 @@ def _start_for_disk(descriptor: int, offset: int, size: int) -> None:
 def _write_index(path: Path, table: pa.Table) -> None:
     with atomic_write(path) as temporary, pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
-
-
-@contextlib.contextmanager
-def _clear_disk_errors(folder: Path, needed: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        status = os.statvfs(folder if folder.is_dir() else folder.parent)
-        wanted = f"a shard of {needed:,} bytes does not fit" if needed else "no space is left"
-        raise ShardError(
-            f"The disk of {folder} is full ({error.strerror}): {wanted}, {status.f_bavail * status.f_frsize:,} bytes are free. "
-            "Finished shards are kept: free some space and run the extraction again."
-        ) from error

@@ -56,6 +56,18 @@ def test_what_is_published_is_there_for_others_and_is_not_claimed_again(address:
         assert two.has(2)
 
 
+def test_what_a_killed_process_left_of_a_shard_in_a_folder_goes_when_the_shard_comes(whole: Path, tmp_path: Path) -> None:
+    with SharedShards(f"file://{tmp_path}/store", ShardCard.read(whole)) as shared:
+        left = tmp_path / "store" / f".{shard_name(2)}.17-0a1b2c3d.tmp"
+        of_another = left.with_name(f".{shard_name(1)}.17-0a1b2c3d.tmp")
+        for path in (left, of_another):
+            path.write_bytes(b"half of it")
+        assert shared.take(2)
+        shared.publish(2, whole)
+        assert (left.exists(), of_another.exists()) == (False, True)
+        assert (tmp_path / "store" / shard_name(2)).read_bytes() == (whole / shard_name(2)).read_bytes()
+
+
 def test_a_shard_whose_index_rows_are_still_on_their_way_is_not_there_yet(whole: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     with SharedShards(f"file://{store}", ShardCard.read(whole)) as shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -109,3 +110,31 @@ def test_a_dataset_that_was_damaged_in_the_store_is_refused_and_is_whole_once_it
 def test_a_store_that_nobody_knows_is_named() -> None:
     with pytest.raises(ShardError, match=r"nowhere://x cannot be used.*Check address, credentials and network \(extraction\.store\)"):
         holds("nowhere://x")
+
+
+@pytest.mark.parametrize("name", ["put_file", "get_file"])
+def test_a_disk_that_is_full_is_told_as_that_and_leaves_no_part_of_a_file(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    address, to = f"file://{tmp_path}/store", tmp_path / ("store" if name == "put_file" else "pulled")
+    files, _ = fsspec.core.url_to_fs(address)
+    original = getattr(files, name)
+
+    def full(source: str, destination: str) -> None:
+        if "shard-00001.safetensors" in destination:
+            Path(destination).write_bytes(b"as much as there was room for")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(source, destination)
+
+    def copy() -> None:
+        push(whole, address)
+        pull(address, tmp_path / "pulled")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, name, full)
+        with pytest.raises(ShardError, match=rf"The disk of {to} is full.*a shard of [0-9,]+ bytes does not fit.*free some space") as caught:
+            copy()
+    assert "network" not in str(caught.value)
+    assert not [path for path in to.rglob("*") if "shard-00001.safetensors" in path.name]
+    copy()
+    assert contents(tmp_path / "pulled") == contents(whole)
