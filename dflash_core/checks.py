@@ -204,7 +204,10 @@ def _quantisation_problems(config: PipelineConfig, info: TargetInfo) -> Iterator
     method = info.quantisation
     if method is None:
         return
-    for field, device in (("target.device", config.target.device), ("evaluation.device", config.evaluation.device)):
+    named = devices_of_targets(config)
+    if config.training.evaluation.every_steps:
+        named.append(("training.evaluation.device", config.training.evaluation_device))
+    for field, device in named:
         if missing := missing_packages(method, devices_of(device)[0]):
             message = f"{info.name} is stored quantised ({method}), which needs {' and '.join(missing)} on this device"
             yield Problem(field, device, message, f"pip install {' '.join(missing)}, or name the unquantised model")

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_core.checks import check_target
 from dflash_core.config import load_config
 from dflash_core.errors import ConfigError, TargetError
 from dflash_core.plan import Plan
 from dflash_core.target import TargetModel, TargetVocabulary
+from dflash_core.target.info import read_target_info
 from tests.target.tiny import save_tiny_target
 from tests.tiny_run import write_tiny_run
 
@@ -118,6 +120,29 @@ def test_a_package_that_is_missing_is_named_before_anything_is_loaded_and_so_is_
     (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
     with pytest.raises(ConfigError, match=r"drafter\.initial_weights = 'target': the target's layers are stored quantised \(fp8\)"):
         Plan(load_config(path, ["drafter.initial_weights=target"]))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("extraction.devices.1", "extraction.devices=[cpu, cuda:0]"),
+        ("training.target_devices.0", "training={feed: online, devices: [cuda:0], target_devices: [cuda:1], row_length: 64, num_anchors: 8}"),
+        ("training.evaluation.device", "training.evaluation={every_steps: 5, device: cuda:0}"),
+    ],
+)
+def test_a_package_that_is_missing_on_whichever_device_the_target_is_put_is_named_with_the_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, change: str
+) -> None:
+    path = write_tiny_run(tmp_path)
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    info = read_target_info(tmp_path / "target")
+    check_target(load_config(path), info)  # on a CPU it needs none
+    monkeypatch.setattr("dflash_core.target.quantised.find_spec", lambda name: None)
+    monkeypatch.setattr("dflash_core.checks.total_memory", lambda device: 2**34)
+    with pytest.raises(ConfigError, match=rf"{field} = 'cuda:[01]': target is stored quantised \(fp8\), which needs kernels") as caught:
+        check_target(load_config(path, [change]), info)
+    assert len(caught.value.problems) == 1
 
 
 def test_a_head_that_is_quantised_is_refused(tmp_path: Path) -> None:
