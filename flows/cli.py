@@ -92,7 +92,7 @@ def retrain(
 def plan(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show what would run and what it takes, without doing it.
 
-    Which stages are cached and why others are not; disk, memory and time of what is left.
+    Which stages are cached and why others are not; disk, memory and time of what is left. Of a retraining: of the round that it would take up.
     """
     from flows.plan import show_plan
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.checks import advice
-from dflash_core.config import load_config
 from dflash_core.errors import TargetError
 from dflash_core.estimate import Estimate, Forecast, estimate
 from dflash_core.plan import ONLINE, Plan, StagePlan
+from dflash_core.retrain.config import RetrainConfig, load_any_config
 from dflash_core.target.device import total_memory
 from tasks.progress import duration
 
@@ -28,12 +28,25 @@ _SMALLER = {
 
 
 def show_plan(path: Path, overrides: Sequence[str]) -> None:
-    """Print the plan of a configuration. Nothing is run and nothing is written.
+    """Print the plan of a configuration, or of the round that a retraining would take up. Nothing is run and nothing is written.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine, the target or the data.
+        TrackingError: it is that of a retraining, and the MLflow store with its champion cannot be used.
     """
-    plan = Plan(load_config(path, overrides), str(path))
+    config = load_any_config(path, overrides)
+    if not isinstance(config, RetrainConfig):
+        _show(Plan(config, str(path)))
+        return
+    from tasks.retrain import foreseen  # MLflow takes seconds
+
+    with foreseen(config) as (sentence, training):
+        print(sentence)
+        if training is not None:
+            _show(Plan(training, str(path)))
+
+
+def _show(plan: Plan) -> None:
     stages = plan.stages
     try:
         forecast = estimate(plan)

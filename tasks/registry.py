@@ -198,6 +198,25 @@ class Registry:
                 raise
 
 
+class EmptyRegistry(Registry):
+    """The registry of a store that nobody has made yet; making it takes seconds."""
+
+    def __init__(self) -> None:
+        pass
+
+    def name_of(self, target: str) -> str:
+        """The name that a target's model will have."""
+        return registered_name(target)
+
+    def champion(self, name: str) -> Version | None:
+        """None."""
+        return None
+
+    def version(self, name: str, number: str) -> Version | None:
+        """None."""
+        return None
+
+
 def fetched(registry: Registry, version: Version, workspace: Path) -> Path:
     """A version's folder on this machine, kept in the workspace.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from dflash_core.retrain import RetrainConfig
 from dflash_core.retrain.decision import Decision, decide
 from dflash_core.retrain.rounds import Round, Rounds, pipeline_config
 from tasks.logs import flow_run_logs
-from tasks.registry import CHAMPION, Registry, Version, fetched
+from tasks.registry import CHAMPION, EmptyRegistry, Registry, Version, fetched
 from tasks.run import Run, publish
-from tasks.store import open_client
+from tasks.store import open_client, tracking_uri
 from tasks.summary import linked
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Retraining:
         self.name = registry.name_of(config.target.model)
         self.current: Round | None = None
         self.champion: Path | None = None
+        self.place: Path | None = None  # of a round that is only foreseen
         self.outcome: dict[str, Any] = {}
 
     @classmethod
@@ -75,8 +77,8 @@ class Retraining:
                     rounds.give_up(retraining.current)
                 raise
 
-    def begin(self) -> Round | None:
-        """Take up the round that an earlier process began, or begin one. None: too little is new."""
+    def begin(self, draft: Path | None = None) -> Round | None:
+        """Take up the round that an earlier process began, or begin one; with ``draft`` a new one is written there alone. None: too little is new."""
         current = self.rounds.begun()
         if current is not None:
             self.rounds.check(self.config)
@@ -86,14 +88,26 @@ class Retraining:
             version = self.registry.champion(self.name)
         if version is not None:
             self.champion = self._fetched(version)
-        self.current = current or self.rounds.open(self.config, version.number if version is not None else None)
-        return self.current
+        if current is None:
+            number = version.number if version is not None else None
+            self.place = draft
+            current = self.rounds.open(self.config, number) if draft is None else self.rounds.choose(self.config, number, draft)
+        self.current = current
+        return current
 
     @property
     def pipeline(self) -> PipelineConfig:
         """The configuration of this round's training."""
         assert self.current is not None
-        return pipeline_config(self.config, self.rounds, self.current, self.champion)
+        return pipeline_config(self.config, self.place or self.rounds.place(self.current.number), self.current, self.champion)
+
+    @property
+    def foreseen(self) -> str:
+        """The round in a sentence."""
+        assert self.current is not None
+        begun = "not begun yet" if self.place is not None else f"begun at {self.current.begun}"
+        start = f"from version {self.current.champion} on" if self.current.champion is not None else "without a champion"
+        return f"Round {self.current.number} of {self.name}, {begun}: {self.current.new} new prompts and {self.current.replayed} old ones, {start}."
 
     @property
     def nothing_new(self) -> str:
@@ -119,6 +133,28 @@ class Retraining:
             remedy = f"Set it to {found}; for another, train a drafter (train-drafter) and give it the alias '{CHAMPION}' by hand"
             raise ConfigError("retrain", [Problem("drafter.block_size", wanted, f"the champion, {version}, drafts blocks of {found}", remedy)])
         return folder
+
+
+@contextlib.contextmanager
+def foreseen(config: RetrainConfig) -> Iterator[tuple[str, PipelineConfig | None]]:
+    """What a retraining would do now, in a sentence, and the configuration of its training; None where it would do nothing.
+
+    The champion is fetched, as a retraining would. Otherwise nothing is written, and another process may be retraining meanwhile.
+
+    Raises:
+        TrackingError: the MLflow store cannot be used.
+        InputError: prompts or settings cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="dflash-round-") as scratch:
+        uri = tracking_uri(config)
+        is_new = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+        registry = EmptyRegistry() if is_new else Registry(*open_client(config))
+        rounds = Rounds(config.run.workspace / "retrain" / registry.name_of(config.target.model))
+        retraining = Retraining(config, rounds, registry, dry_run=True)
+        if retraining.begin(Path(scratch) / "round") is None:
+            yield retraining.nothing_new, None
+        else:
+            yield retraining.foreseen, retraining.pipeline
 
 
 @task(name="collect-prompts", task_run_name="collect-prompts", cache_policy=NO_CACHE, retries=0)

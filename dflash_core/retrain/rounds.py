@@ -118,12 +118,23 @@ class Rounds:
             DataError: prompts cannot be read, too many are unusable, or none is left to train on or to hold out.
             ConfigError: ``data.heldout_fraction`` is not that of the first round.
         """
+        place = self.place(self.watermark.round + 1)
+        draft = place.with_name(f".{place.name}.tmp")
+        shutil.rmtree(draft, ignore_errors=True)
+        current = self.choose(config, champion, draft)
+        if current is None:
+            shutil.rmtree(draft)
+            return None
+        sync_files(draft)
+        draft.replace(place)
+        sync_folder(place.parent)
+        return current
+
+    def choose(self, config: RetrainConfig, champion: str | None, draft: Path) -> Round | None:
+        """What ``open`` would begin now, written into the folder ``draft`` and nowhere else. Returns and raises what ``open`` does."""
         self.check(config)
         watermark = self.watermark
         number, fraction = watermark.round + 1, config.data.heldout_fraction
-        place = self.place(number)
-        draft = place.with_name(f".{place.name}.tmp")
-        shutil.rmtree(draft, ignore_errors=True)
         with RejectLog(draft / "rejected.jsonl") as rejected:
             base = list(read_prompts(config.data.model_copy(update={"system_prompt": None}), rejected))
             rows, files = read_arrived(config.retrain.prompts, watermark.files)
@@ -135,7 +146,6 @@ class Rounds:
         new = pool.add(arrived)
         trainable = [item for item in new if not is_heldout(item, fraction)]
         if (champion is not None or number > 1) and len(trainable) < config.retrain.min_new_prompts:
-            shutil.rmtree(draft)
             return None
         heldout = self._heldout(number, [*old, *new], fraction)
         rest = [item for item in old if not is_heldout(item, fraction)]
@@ -153,9 +163,6 @@ class Rounds:
             begun=_now(), files=files,
         )  # fmt: skip
         write_json_atomic(draft / "round.json", current.model_dump(mode="json"))
-        sync_files(draft)
-        draft.replace(place)
-        sync_folder(place.parent)
         return current
 
     def check(self, config: RetrainConfig) -> None:
@@ -195,11 +202,11 @@ class Rounds:
         return read_conversations(self.place(1) / HELDOUT)
 
 
-def pipeline_config(config: RetrainConfig, rounds: Rounds, current: Round, champion: Path | None) -> PipelineConfig:
-    """The training of a round. With a champion (its folder), every prompt is decoded by it too: the drafter before training."""
+def pipeline_config(config: RetrainConfig, place: Path, current: Round, champion: Path | None) -> PipelineConfig:
+    """The training of a round that lies in ``place``. With a champion (its folder), it decodes every prompt too: the drafter before training."""
     tree = config.model_dump(exclude={"retrain"})
     tree["run"]["name"] = f"{config.run.name}-{current.number:04}"
-    tree["data"]["sources"] = [{"source": str(rounds.place(current.number) / PROMPTS)}]
+    tree["data"]["sources"] = [{"source": str(place / PROMPTS)}]
     if champion is not None:
         tree["drafter"]["initial_checkpoint"] = champion
         tree["evaluation"]["untrained_prompts"] = None

@@ -71,7 +71,7 @@ def test_the_configuration_of_a_retraining_is_known_by_its_section_and_is_not_on
     assert dflashctl("validate", weekly)[0] == 0
     status, _, errors = dflashctl("validate", weekly, "--set", "retrain.margins=0.1")
     assert (status, "Did you mean 'margin'?" in errors) == (2, True)
-    status, _, errors = dflashctl("plan", weekly)
+    status, _, errors = dflashctl("export", weekly)
     assert status == 2
     assert "retrain = " in errors
     status, _, errors = dflashctl("retrain", MINIMAL)

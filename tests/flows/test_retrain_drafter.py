@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ class Weekly:
         return retrain_drafter(self.config(*overrides), dry_run)
 
 
+def planned(weekly: Weekly, *overrides: str) -> tuple[str, dict[str, str]]:
+    """The first line that ``dflashctl plan`` prints of a retraining, and what it says of each stage."""
+    told = CliRunner().invoke(app, ["plan", str(weekly.path), *(part for override in overrides for part in ("--set", override))])
+    assert told.exit_code == 0, told.output
+    first, *lines = told.stdout.splitlines()
+    return first, {words[0]: " ".join(words[1:]) for line in lines if (words := line.split())}
+
+
 @pytest.fixture(scope="module")
 def weekly(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[[Path], Path], prefect_url: str) -> Weekly:
     return Weekly(write_run(tmp_path_factory.mktemp("weekly")))
@@ -81,6 +90,13 @@ def weekly(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[[Path],
 
 def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter(weekly: Weekly) -> None:
     weekly.arrive(8)
+    database, aside = weekly.path.parent / "workspace" / "mlflow.db", weekly.path.parent / "mlflow.db"
+    database.rename(aside)
+    sentence, stages = planned(weekly, *POOR)
+    assert list(database.parent.iterdir()) == [], "a plan writes nothing"
+    aside.rename(database)
+    assert re.fullmatch(rf"Round 1 of {NAME}, not begun yet: [4-8] new prompts and \d+ old ones, without a champion\.", sentence)
+    assert stages["train"].startswith("never run")
     outcome = weekly.retrain(*POOR)
     assert (outcome["promoted"], outcome["version"], weekly.champion) == (True, "1", "1")
     done = {"collect-prompts", "responses", "train", "evaluate", "export", "promote"}
@@ -98,6 +114,7 @@ def test_without_new_prompts_a_retraining_is_done_at_once(weekly: Weekly) -> Non
     assert (run.state.type.value, run.state.message) == ("COMPLETED", "No new prompts since round 1: nothing to do.")
     assert tasks == {"collect-prompts": "NothingNew"}
     assert "No new prompts" in artifacts["retraining"].data
+    assert planned(weekly) == ("No new prompts since round 1: nothing to do.", {})
 
 
 def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_the_watermark_moves(
@@ -108,6 +125,11 @@ def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_t
     assert (outcome["promoted"], weekly.champion, weekly.rounds.watermark.round) == (False, "1", 1), "a dry run moves nothing"
     assert outcome["summary"] == f"{NAME} version 2: would be promoted"
     assert "nothing was moved: it would be promoted" in newest_run()[2]["retraining"].data
+    sentence, stages = planned(weekly, *GOOD)
+    assert re.match(rf"Round 2 of {NAME}, begun at .*from version 1 on\.", sentence)
+    assert {name: words.startswith("cached") for name, words in stages.items() if name in ("responses", "train", "export")} == {
+        "responses": True, "train": True, "export": True,
+    }  # fmt: skip
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt

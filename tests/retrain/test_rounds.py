@@ -85,7 +85,7 @@ def test_the_first_round_takes_everything_and_holds_out_what_the_pipeline_would(
     assert prompts[:3] == site.prompts(current, "heldout.jsonl")[:3]
     assert len(heldout(prompts)) == 3, "no more are answered than are decoded"
     assert current is not None
-    data = pipeline_config(site.config(), site.rounds, current, None).data
+    data = pipeline_config(site.config(), site.rounds.place(current.number), current, None).data
     with RejectLog(tmp_path / "rejected.jsonl") as rejected:
         assert [said(item) for item in read_prompts(data, rejected)] == prompts
 
@@ -111,6 +111,17 @@ def test_later_rounds_take_what_is_new_and_a_share_of_the_old_and_never_what_is_
     assert third is not None
     assert set(site.prompts(third)) & {f"new {n}" for n in range(50, 60)}
     assert not any(prompt in site.prompts(third, "new.jsonl") for prompt in new)
+
+
+def test_what_a_round_would_take_can_be_asked_without_beginning_it(site: Site, tmp_path: Path) -> None:
+    site.arrive(10)
+    foreseen = site.rounds.choose(site.config(), None, tmp_path / "draft")
+    assert not site.rounds.folder.exists()
+    begun = site.open(None)
+    assert foreseen is not None
+    assert begun is not None
+    assert foreseen.model_copy(update={"begun": begun.begun}) == begun
+    assert (tmp_path / "draft" / "prompts.jsonl").read_bytes() == (site.rounds.place(1) / "prompts.jsonl").read_bytes()
 
 
 def test_without_enough_new_prompts_nothing_is_done_and_they_wait(site: Site) -> None:
@@ -220,7 +231,7 @@ def test_a_champion_is_the_start_and_is_decoded_on_every_held_out_prompt(site: S
     site.arrive(20)
     current = site.open(None)
     assert current is not None
-    derived = pipeline_config(site.config(), site.rounds, current, site.folder / "champion")
+    derived = pipeline_config(site.config(), site.rounds.place(current.number), current, site.folder / "champion")
     assert derived.run.name == "weekly-0001"
     assert derived.drafter.initial_checkpoint == site.folder / "champion"
     assert derived.evaluation.untrained_prompts is None, "every prompt is decoded by the champion too"
