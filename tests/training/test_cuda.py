@@ -134,6 +134,21 @@ def test_a_live_target_feeds_training_with_the_features_of_shards_in_flat_memory
     assert curves["online"] == pytest.approx(curves["shards"], rel=2e-2)
 
 
+@pytest.mark.parametrize(("head_dim", "attention"), [(16, "flex"), (64, "fused")])
+def test_what_trimmed_shards_leave_out_is_read_by_no_kernel(tmp_path: Path, head_dim: int, attention: str) -> None:
+    words = ["training.devices=[cuda:0]", "training.precision=bfloat16", f"training.attention={attention}", "drafter.sliding_window=6"]
+    words += ["target.device=cuda:0", "target.dtype=bfloat16", "extraction.feature_dtype=bfloat16"]
+    words += ["extraction.teacher=last_hidden", "objective.distillation={weight: 0.5}"]
+    curves = []
+    for trim in ("false", "true"):
+        plan = Plan(load_config(tiny_run_on(tmp_path, head_dim), [*words, f"extraction.trim={trim}"]), "tiny")
+        for name in ("target", "responses", "samples", "shards", "train"):
+            run_stage(plan, name)
+        curves.append([line["loss"] for line in read_metrics(plan.folder("train") / "metrics.jsonl")])
+    print(f"largest difference: {max(abs(a - b) for a, b in zip(*curves, strict=True))}")
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("sync", ["all_reduce", "sharded"])
 def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path, sync: str) -> None:
     if torch.cuda.device_count() < 2:
@@ -156,9 +171,9 @@ def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path, sync: str) ->
         assert (weights[1][name] - weight).norm() < 0.02 * weight.norm(), name
 
 
-def tiny_run_on(folder: Path) -> Path:
-    """A tiny run whose heads have the least size that attention on CUDA takes."""
+def tiny_run_on(folder: Path, head_dim: int = 16) -> Path:
+    """A tiny run whose heads have the least size that ``flex_attention`` takes, or 64, which the kernels do."""
     if not (folder / "tiny.yaml").is_file():
         write_tiny_run(folder)
-        save_tiny_target("llama", folder / "target", num_hidden_layers=6, head_dim=16)
+        save_tiny_target("llama", folder / "target", num_hidden_layers=6, head_dim=head_dim)
     return folder / "tiny.yaml"
