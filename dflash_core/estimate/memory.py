@@ -25,6 +25,7 @@ from dflash_core.evaluation.during import ROWS
 from dflash_core.evaluation.ways import further_ways
 from dflash_core.shards import TEACHER_COLUMNS
 from dflash_core.shards.columns import feature_columns
+from dflash_core.shards.fp8 import SCALES
 from dflash_core.target import TargetInfo, loaded_bytes, static_cache_bytes
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
@@ -116,9 +117,9 @@ class Sizes:
         """One row of training."""
         config = self.config
         columns = feature_columns(config.extraction, len(self.drafter.tap_layers), self.info.hidden_size)
-        wanted = TEACHER_COLUMNS[config.extraction.teacher] if config.objective.distillation.weight > 0 else ()
-        further = sum(column.token_bytes for column in columns if column.name in wanted)
-        return config.training.row_length * (self._features_of_a_token() + further + 21) + 8 * config.training.num_anchors
+        wanted = {"features", SCALES, *(TEACHER_COLUMNS[config.extraction.teacher] if config.objective.distillation.weight > 0 else ())}
+        hidden = sum(column.token_bytes for column in columns if column.name in wanted)
+        return config.training.row_length * (hidden + 21) + 8 * config.training.num_anchors
 
     def training(self, longest_prompt: int) -> Ledger:
         """Of warm-up and the stage 'train', everything at once, as it is."""
@@ -197,7 +198,8 @@ class Sizes:
             context = 2 * GD * T * -(-Q // group) * b
         context += 3 * GD * T * b
         layers = L * Q * H * b + (Q * slot + context) if training.activation_checkpointing else L * (Q * slot + context)
-        return training.rows_per_microstep * (layers + 2 * T * H * b + (0 if on_cuda else T * drafter.feature_size * b)) + weights
+        widened = self.config.extraction.feature_dtype == "fp8" or not on_cuda  # otherwise the drafter reads a batch's own features
+        return training.rows_per_microstep * (layers + 2 * T * H * b + widened * T * drafter.feature_size * b) + weights
 
     def loss(self, on_cuda: bool) -> int:
         """Logits of a chunk, of drafter and teacher, and the hidden states with their gradients, of all slots of a micro-step."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-_TENSORS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors", "last_hidden", "topk_ids", "topk_logprobs")
+_TENSORS = ("features", "feature_scales", "tokens", "document_ids", "positions", "loss_mask", "anchors", "last_hidden", "topk_ids", "topk_logprobs")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Row:
     sample_ids:   ids of the samples, by document id
     give_back:    where the features lie in a buffer of a live target's GPU: call it once nobody reads them any more, with the event after which
                   the buffer may be written again, or None if that is now
+    feature_scales: [T, K] float32, a scale for each token and tapped layer where ``features`` are in fp8 (``shards.fp8``); else None
     last_hidden:  [T, H] what the target's head gets at each token, where the loss asks for it; else None. 0 in the padding
     topk_ids, topk_logprobs: [T, K] the target's likeliest next tokens at each token, as last_hidden
     """
@@ -42,6 +43,7 @@ class Row:
     anchors: torch.Tensor
     sample_ids: tuple[str, ...]
     give_back: Callable[[torch.cuda.Event | None], None] | None = None
+    feature_scales: torch.Tensor | None = None
     last_hidden: torch.Tensor | None = None
     topk_ids: torch.Tensor | None = None
     topk_logprobs: torch.Tensor | None = None
@@ -62,6 +64,7 @@ class Batch:
     positions: torch.Tensor
     loss_mask: torch.Tensor
     anchors: torch.Tensor
+    feature_scales: torch.Tensor | None = None
     last_hidden: torch.Tensor | None = None
     topk_ids: torch.Tensor | None = None
     topk_logprobs: torch.Tensor | None = None

@@ -19,6 +19,7 @@ from dflash_core.drafter import sample_anchors
 from dflash_core.feed.packing import Lengths, pack_rows
 from dflash_core.feed.row import Row
 from dflash_core.shards import ShardDataset, ShardSample
+from dflash_core.shards.fp8 import SCALES
 
 
 class RowSource(Protocol):
@@ -58,12 +59,12 @@ class PackedOrder:
         epoch, index = divmod(ordinal, self.rows)
         return self._epoch(epoch)[index]
 
-    def row(self, ordinal: int, samples: Sequence[ShardSample], features_TF: torch.Tensor | None = None) -> Row:
+    def row(self, ordinal: int, samples: Sequence[ShardSample], features_TF: torch.Tensor | None = None, *, pinned: bool = False) -> Row:
         """Row ``ordinal`` of its ``samples``, as ``build_row`` makes it."""
         epoch, index = divmod(ordinal, self.rows)
         return build_row(
             samples, ordinal=ordinal, epoch=epoch, row_length=self.row_length, num_anchors=self.num_anchors,
-            generator=row_generator(self._seed, epoch, index), features_TF=features_TF,
+            generator=row_generator(self._seed, epoch, index), features_TF=features_TF, pinned=pinned,
         )  # fmt: skip
 
     def _epoch(self, epoch: int) -> list[tuple[int, ...]]:
@@ -98,7 +99,7 @@ class ShardRows:
     def row(self, ordinal: int) -> Row:
         """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
         samples = [self._dataset.sample(i) for i in self._order.samples(ordinal)]
-        row = self._order.row(ordinal, samples, _side_by_side(samples, "features", self._order.row_length, pinned=self._pinned))
+        row = self._order.row(ordinal, samples, pinned=self._pinned)
         further: dict[str, Any] = {name: _side_by_side(samples, name, self._order.row_length, pinned=self._pinned) for name in self._further}
         return replace(row, **further) if further else row
 
@@ -111,12 +112,13 @@ def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
 
 def build_row(
     samples: Sequence[ShardSample], *, ordinal: int, epoch: int, row_length: int, num_anchors: int, generator: torch.Generator,
-    features_TF: torch.Tensor | None = None,
+    features_TF: torch.Tensor | None = None, pinned: bool = False,
 ) -> Row:  # fmt: skip
     """Lay samples side by side in a row of T tokens and draw its anchors.
 
     Args:
         features_TF: of the row, where they lie in their places already; otherwise the samples' are copied, once, from where they lie.
+        pinned: copy them into memory that a GPU reads by itself.
     """
     tokens_T = torch.zeros(row_length, dtype=torch.int64)
     document_ids_T = torch.full((row_length,), -1, dtype=torch.int32)
@@ -130,10 +132,15 @@ def build_row(
         positions_T[begin:end] = torch.arange(end - begin)
         loss_mask_T[begin:end] = sample.loss_mask
     anchors_N = sample_anchors(loss_mask_T, document_ids_T, num_anchors, generator)
+    scales_TK = None
+    if features_TF is None:
+        features_TF = _side_by_side(samples, "features", row_length, pinned=pinned)
+        scales_TK = _side_by_side(samples, SCALES, row_length, pinned=pinned) if SCALES in samples[0].columns else None
     return Row(
         ordinal=ordinal,
         epoch=epoch,
-        features=_side_by_side(samples, "features", row_length) if features_TF is None else features_TF,
+        features=features_TF,
+        feature_scales=scales_TK,
         tokens=tokens_T,
         document_ids=document_ids_T,
         positions=positions_T,

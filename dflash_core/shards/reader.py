@@ -46,26 +46,22 @@ class ShardSample:
 
         Of a trimmed dataset a copy, 0 where nothing is stored.
         """
+        stored, scales = self.columns["features"], self.columns.get(SCALES)
+        features_tF = stored if scales is None else from_fp8(stored, scales)
         if "features" not in self.where:
-            return self._stored_features
-        features_tF = self._stored_features.new_zeros(len(self.tokens), self._stored_features.shape[1])
-        for first, rows in self.pieces("features"):
-            features_tF[first : first + len(rows)] = rows
-        return features_tF
+            return features_tF
+        whole_tF = features_tF.new_zeros(len(self.tokens), features_tF.shape[1])
+        whole_tF[self.columns[self.where["features"]]] = features_tF
+        return whole_tF
 
     def pieces(self, name: str) -> list[tuple[int, torch.Tensor]]:
-        """What is stored of a column, as runs of tokens: the first one's position in the sample, and the rows [n, *shape], features as above."""
-        stored = self._stored_features if name == "features" else self.columns[name]
+        """What is stored of a column, as runs of tokens: the first one's position in the sample, and the rows [n, *shape]."""
+        stored = self.columns[name]
         if name not in self.where:
             return [(0, stored)]
         found = runs(self.columns[self.where[name]])
         rows = stored.split([after - first for first, after in found])
         return [(first, piece) for (first, _), piece in zip(found, rows, strict=True)] or [(0, stored)]
-
-    @functools.cached_property
-    def _stored_features(self) -> torch.Tensor:
-        features = self.columns["features"]
-        return from_fp8(features, self.columns[SCALES]) if features.dtype == torch.float8_e4m3fn else features
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -30,6 +30,7 @@ from dflash_core.drafter.model import Mask, Masks
 from dflash_core.feed import Batch, Row, collate
 from dflash_core.fp8 import Fp8Head
 from dflash_core.objective import TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights
+from dflash_core.shards.fp8 import from_fp8
 from dflash_core.training.compiled import Prepared, PreparedMask, draft, prepare
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
@@ -238,7 +239,8 @@ class Replica:
         labels_BNS = prepared.labels
         seen = _seen(prepared.mask, batch.tokens.shape[1], S)
         rotations = prepared.context_rotation, prepared.block_rotation
-        hidden_MH = self._draft(self.drafter, batch.features, anchors_BNH, mask_H, *rotations, seen).flatten(0, 2)
+        features_BTF = batch.features if batch.feature_scales is None else from_fp8(batch.features, batch.feature_scales)
+        hidden_MH = self._draft(self.drafter, features_BTF, anchors_BNH, mask_H, *rotations, seen).flatten(0, 2)
         if self._vocabulary.logit_scale != 1.0:
             hidden_MH = hidden_MH * self._vocabulary.logit_scale
         losses = self._losses(hidden_MH, labels_BNS[..., first:].flatten(), batch)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.children import ROOT, environment
+
 pytest.importorskip("triton")
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = {"name", "value", "unit", "gpu", "torch", "commit", "dirty", "date", "samples", "detail"}
 
 
-def run(code: str, **environment: str) -> str:
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+def run(code: str, **variables: str) -> str:
+    variables = environment(**{"OMP_NUM_THREADS": "1"} | variables)
     finished = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, (finished.stdout + finished.stderr)[-3000:]
     return finished.stdout
@@ -75,7 +75,7 @@ def test_extraction_and_the_reader_are_measured_at_a_tiny_size(tmp_path):
     run(f"from benchmarks import extract, reader\nassert extract.main({[*words, '--sections', 'tiny']!r}) == 0\nassert reader.main({reader!r}) == 0")
     records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
     names = {"extract.ceiling_share.tiny", "extract.tok_s.tiny", "extract.tok_s.tiny.passes", "extract.packed_error.tiny"}
-    assert {*names, "reader.gb_s", "reader.gb_s.first_epoch", "reader.copy_gb_s", "reader.checksum_gb_s"} <= set(records)
+    assert {*names, "reader.rows_s.small", "reader.gb_s", "reader.gb_s.first_epoch", "reader.copy_gb_s", "reader.checksum_gb_s"} <= set(records)
     assert records["extract.packed_error.tiny"]["value"] < 0.02
 
 

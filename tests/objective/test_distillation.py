@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from dflash_core.config import ObjectiveConfig
 from dflash_core.drafter import IGNORE
 from dflash_core.objective import DistilledLosses, TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights
 from dflash_core.objective.reference import reference_distilled_cross_entropy
+from tests.children import run_interpreted
 from tests.objective.test_cross_entropy import problem
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -140,11 +138,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def test_interpreted_kernel_equals_its_twin() -> None:
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("interpreted_distillation.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.endswith("equal\n")
+    run_interpreted(Path(__file__).with_name("interpreted_distillation.py"))
 
 
 @pytest.mark.parametrize(("softcap", "teacher"), [(False, True), (True, True), (False, False)])

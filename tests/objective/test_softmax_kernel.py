@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +10,14 @@ import torch
 from dflash_core.drafter import IGNORE
 from dflash_core.objective import cross_entropy, linear_cross_entropy
 from dflash_core.objective.reference import reference_linear_cross_entropy
+from tests.children import run_interpreted
 
 pytest.importorskip("triton")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 def test_interpreted_kernel_equals_its_twin_in_values_gradients_and_hits():
-    script = Path(__file__).with_name("interpreted_kernel.py")
-    root = script.parents[2]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.endswith("equal\n")
+    run_interpreted(Path(__file__).with_name("interpreted_kernel.py"))
 
 
 @pytest.mark.parametrize("softcap", [False, True])

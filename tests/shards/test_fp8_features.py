@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from torch.nn import functional
 
 from dflash_core.errors import ShardError
 from dflash_core.feed.source import build_row
@@ -35,6 +36,14 @@ def test_any_size_of_values_comes_back_within_a_sixteenth_and_exactly_as_stored(
     assert bool(((back.float() - features.float()).abs() <= features.float().abs() / 16 + largest * 2.0**-17).all())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_the_same_bits_come_back() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(64, 2)
+    scales = torch.ldexp(torch.ones(64, 2), torch.randint(-100, 100, (64, 2), generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(from_fp8(values.cuda(), scales.cuda()).cpu(), from_fp8(values, scales), rtol=0, atol=0, equal_nan=True)
+
+
 def test_extremes_are_kept() -> None:
     features = torch.tensor([[0.0, -0.0, 0.0, 448.0, -449.0, 464.1, 1e30, -3e38, 1e-38, 65504.0, -65504.0, 1.0]]).T.reshape(12, 1)
     values, scales = to_fp8(features.expand(12, 2).contiguous(), 1)
@@ -43,7 +52,7 @@ def test_extremes_are_kept() -> None:
     assert bool(back.isfinite().all())
 
 
-def test_a_dataset_in_fp8_is_half_as_large_and_gives_rows_in_bfloat16(tmp_path: Path) -> None:
+def test_a_dataset_in_fp8_is_half_as_large_and_gives_rows_that_stay_in_fp8_with_their_scales(tmp_path: Path) -> None:
     half = run(tmp_path / "fp8", config=FP8)
     whole = run(tmp_path / "bf16")
     assert half["bytes_per_token"] - 5 == HIDDEN * len(TAPS) + 4 * len(TAPS)
@@ -55,7 +64,10 @@ def test_a_dataset_in_fp8_is_half_as_large_and_gives_rows_in_bfloat16(tmp_path: 
         assert features.dtype == torch.bfloat16
         torch.testing.assert_close(features.float(), exact.sample(i).features.float(), rtol=1 / 14, atol=1e-4)
     row = build_row([dataset.sample(0), dataset.sample(1)], ordinal=0, epoch=0, row_length=96, num_anchors=4, generator=torch.Generator())
-    assert (row.features.dtype, row.features.shape) == (torch.bfloat16, (96, HIDDEN * len(TAPS)))
+    assert row.features.dtype == torch.float8_e4m3fn
+    assert row.feature_scales is not None
+    read_TF = torch.cat([dataset.sample(0).features, dataset.sample(1).features])
+    assert torch.equal(from_fp8(row.features, row.feature_scales), functional.pad(read_TF, (0, 0, 0, 96 - len(read_TF))))
     run(tmp_path / "again", config=FP8)
     assert contents(tmp_path / "again") == contents(tmp_path / "fp8")
 

@@ -93,11 +93,11 @@ def test_rows_of_a_trimmed_dataset_are_those_of_the_whole_one_wherever_they_are_
         expected, found = (source.row(ordinal).tensors for source in sources)
         ids = sources[0].row(ordinal).sample_ids
         for name, values in expected.items():
-            if name in ("features", *further):
-                rows = torch.cat([used[id][SEEN if name == "features" else TAUGHT] for id in ids])
+            if name in ("features", "feature_scales", *further):
+                rows = torch.cat([used[id][TAUGHT if name in further else SEEN] for id in ids])
                 kept = torch.cat([rows, torch.zeros(len(values) - len(rows), dtype=torch.bool)])
-                values = torch.where(kept[:, None], values, 0)
-            assert torch.equal(values, found[name]), name
+                values = values.float() * kept[:, None]
+            assert torch.equal(values.float(), found[name].float()), name
 
 
 def test_a_sample_of_a_trimmed_dataset_has_all_of_its_tokens_and_0_for_the_features_that_are_not_stored(tmp_path: Path) -> None:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from dflash_core.target.fused import FusedGatedMLP, FusedRMSNorm, fused
+from tests.children import run_interpreted
 from tests.target.tiny import tiny_model
 
 pytest.importorskip("triton")
 
 
 def test_interpreted_kernels_give_what_the_modules_of_the_target_give() -> None:
-    script = Path(__file__).with_name("interpreted_fused.py")
-    root = script.parents[2]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.endswith("equal\n")
+    run_interpreted(Path(__file__).with_name("interpreted_fused.py"))
 
 
 @pytest.mark.parametrize("size", [4096, 128])

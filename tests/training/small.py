@@ -16,6 +16,7 @@ from dflash_core.config import ExtractionConfig, PipelineConfig, parse_config
 from dflash_core.drafter import default_tap_layers, sample_anchors
 from dflash_core.feed import Row, loaders_of
 from dflash_core.shards import ShardDataset, extract
+from dflash_core.shards.fp8 import from_fp8, to_fp8
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, trainer
 from dflash_core.training.session import WarmUpReport, config_settings, warm_up_source
@@ -73,6 +74,19 @@ class RowsOfATeacher(SmallRows):
     def row(self, ordinal: int) -> Row:
         row = super().row(ordinal)
         return replace(row, last_hidden=2 * self._embeddings[row.tokens.roll(-1)])
+
+
+class RowsInFp8(SmallRows):
+    """Rows as shards in fp8 give them, or ``widened``, as they are read."""
+
+    def __init__(self, *, widened: bool):
+        super().__init__()
+        self._widened = widened
+
+    def row(self, ordinal: int) -> Row:
+        row = super().row(ordinal)
+        features, scales = to_fp8(row.features, TAPS)
+        return replace(row, features=from_fp8(features, scales)) if self._widened else replace(row, features=features, feature_scales=scales)
 
 
 class SmallSamples:

@@ -1,7 +1,6 @@
 """Threads, flex_attention and the guard on GPUs."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,9 +19,10 @@ from dflash_core.plan import Plan
 from dflash_core.target import TargetVocabulary
 from dflash_core.training import DrafterTrainer, read_metrics
 from dflash_core.training.replica import Replica
+from tests.children import environment
 from tests.target.tiny import save_tiny_target
 from tests.tiny_run import write_tiny_run
-from tests.training.small import DISTILLED, INFO, RowsOfATeacher, SmallRows, config, losses, run, vocabulary, warm_up
+from tests.training.small import DISTILLED, INFO, RowsInFp8, RowsOfATeacher, SmallRows, config, losses, run, vocabulary, warm_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -116,6 +116,13 @@ def test_a_row_of_another_shape_is_named(tmp_path: Path) -> None:
         run(config(devices=["cuda:0", "cuda:0"]), tmp_path, Shorter())
 
 
+def test_features_in_fp8_train_with_graphs_to_the_losses_of_what_they_stand_for(tmp_path: Path) -> None:
+    for widened in (True, False):
+        settings = config(devices=["cuda:0"], rows_per_microstep=2, precision="bfloat16", cuda_graphs=True)
+        assert run(settings, tmp_path / str(widened), RowsInFp8(widened=widened)).finished
+    assert losses(tmp_path / "False") == pytest.approx(losses(tmp_path / "True"), rel=1e-5)
+
+
 @pytest.mark.parametrize(("target", "drafter"), [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")])
 def test_a_live_target_feeds_training_with_the_features_of_shards_in_flat_memory(tmp_path: Path, target: str, drafter: str) -> None:
     if int(drafter[-1]) >= torch.cuda.device_count():
@@ -155,13 +162,12 @@ def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path, sync: str) ->
         pytest.skip("needs two GPUs")
     path = tiny_run_on(tmp_path)
     words = ["--set", "training.devices=[cuda:0, cuda:1]", "--set", "training.precision=bfloat16", "--set", f"training.sync={sync}"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     curves, weights = [], []
     for launcher in ("threads", "torchrun"):
         started = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
         here = ["--set", f"training.launcher={launcher}", "--set", f"run.workspace={tmp_path / launcher}"]
         command = [sys.executable, *started, "-m", "dflash_core", "train", str(path), *words, *here]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         (metrics,) = (tmp_path / launcher / "stages").glob("train-*/metrics.jsonl")
         curves.append([line["loss"] for line in read_metrics(metrics)])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +10,13 @@ import torch
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.feed import collate
 from dflash_core.training.compiled import prepare
+from tests.children import run_interpreted
 from tests.training.small import INFO, SmallRows, config
 
 
 def test_handed_gradients_and_the_fused_update_train_as_the_cpu_replica_does() -> None:
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("interpreted_adamw.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    finished = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.endswith("equal\n")
+    run_interpreted(Path(__file__).with_name("interpreted_adamw.py"))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -15,7 +15,7 @@ from dflash_core.errors import CheckpointError, ConfigError, LateCompilationErro
 from dflash_core.training import DrafterTrainer, TrainingSession
 from dflash_core.training.metrics import MetricLog
 from dflash_core.training.replica import Replica
-from tests.training.small import SmallRows, config, final_weights, losses, run, stall_once, warm_up
+from tests.training.small import RowsInFp8, SmallRows, config, final_weights, losses, run, stall_once, warm_up
 from tests.waiting import PATIENCE_S, ended
 
 
@@ -64,6 +64,12 @@ def test_training_learns_and_leaves_final_weights_metrics_and_facts(tmp_path: Pa
     assert (tmp_path / "training.json").is_file()
     assert torch.get_num_threads() == threads
     assert ended("replica")
+
+
+def test_features_in_fp8_train_to_the_weights_of_what_they_stand_for(tmp_path: Path) -> None:
+    for widened in (True, False):
+        assert run(config(rows_per_microstep=2), tmp_path / str(widened), RowsInFp8(widened=widened)).finished
+    assert final_weights(tmp_path / "True") == final_weights(tmp_path / "False")
 
 
 def test_off_the_main_thread_warm_up_and_training_refuse(tmp_path: Path) -> None:
