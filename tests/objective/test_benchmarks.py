@@ -129,10 +129,10 @@ def test_a_drafter_is_recorded_as_its_evaluation_and_its_training_were(tmp_path,
     run_all(Plan(load_config(config, settings)))
     assert main(words) == 0
     records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
-    assert list(records) == ["drafter.train_s", "tau.trained", "tau.heldout", "speedup.cpu"]
+    assert list(records) == ["drafter.train_s", "tau.trained", "tau.heldout", "speedup.cpu.float32"]
     assert list(records["tau.trained"]["detail"]["by_tokens"]) == ["0", "128", "256"]
     assert 1.0 <= records["tau.heldout"]["value"] <= 4.0
-    assert set(records["speedup.cpu"]["detail"]["other_blocks_on_all_prompts"]) == {"2"}
+    assert set(records["speedup.cpu.float32"]["detail"]["other_blocks_on_all_prompts"]) == {"2"}
 
 
 def test_each_block_size_is_held_against_the_target_alone_and_the_parts_of_a_round_are_timed(tmp_path):
