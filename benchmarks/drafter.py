@@ -7,8 +7,8 @@ python -m benchmarks.drafter --config configs/smollm2-135m.yaml --set evaluation
 Reads what ``python -m dflash_core evaluate`` or ``dflashctl run`` has left for the same configuration and settings, and appends:
 
 tau.<set>                mean over requests of accepted tokens a round, plus one (greedy, one request at a time); the detail says how it was measured
-speedup.<gpu or cpu>     new tokens a second over those of the target alone, both with the same caches and graphs, on the set ``--speed-on``; in float32
-                         ``speedup.<gpu or cpu>.float32``, as nobody serves like that
+speedup.<gpu or cpu>     new tokens a second over those of the target alone, both with the same caches and graphs, on the set ``--speed-on``;
+                         ``.float32`` follows where that was the precision, as nobody serves in it
 tau.trained              acceptance at the end of the training, where it was measured on the way, and in the detail at each evaluation by tokens
 drafter.train_s          seconds of the training's steps; like ``tau.trained`` only where the evaluation was on a device of the same type
 """
