@@ -111,7 +111,9 @@ def test_figures_name_what_is_missing_or_out_of_bounds_and_the_command_that_meas
     results.write_text(kept + line("tau.gsm8k", 9.0, "cpu") + line("reader.gb_s", 9.9) + line("threads.failures", 1))
     assert figures.main(["--results", str(results), "--missing"]) == 1
     assert capsys.readouterr().out.splitlines() == [figures.THREADS, "python -m benchmarks.reader"]
-    assert figures.newest(results.read_text().splitlines())["tau.gsm8k"]["value"] == 3.0  # not that of a CPU
+    found = figures.records(results.read_text().splitlines())
+    assert [record["value"] for record in found["tau.gsm8k"]] == [3.0]  # not that of a CPU
+    assert "9.9  | ≥ 10 | **not reached**; was 10 at abc, 2026-01-01 |" in figures.table(found)
 
 
 def test_a_drafter_is_recorded_as_its_evaluation_and_its_training_were(tmp_path, capsys):
