@@ -118,9 +118,9 @@ def measure_attention(recorder: Recorder, shape: Shape, names: list[str] | None 
             if not all(error < 2e-2 for error in errors):  # NaN fails too
                 raise ValueError(f"differs from the first variant by {errors}")
             detail: dict[str, Any] = {"layout": layout, "options": options, "errors": [round(error, 6) for error in errors]}
-            recorder.measure(f"attention.forward.{shape.name}.{name}", forward, tflop=round(tflop, 4), **detail)
+            recorder.measure(f"attention.forward.{shape.name}.{name}", forward, ahead_ms=100, tflop=round(tflop, 4), **detail)
             if on_gpu:
-                recorder.measure(f"attention.both.{shape.name}.{name}", both, tflop=round(3.5 * tflop, 4), **detail)
+                recorder.measure(f"attention.both.{shape.name}.{name}", both, ahead_ms=100, tflop=round(3.5 * tflop, 4), **detail)
 
         last = f"attention.{'both' if on_gpu else 'forward'}.{shape.name}.{name}"
         recorder.attempt(last, variant)
