@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_core.data.packages import default_cache_dir
+from tests.forks import Forks
 
 HERE = Path(__file__).parent
 LONG = (
@@ -28,17 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """A module is for one worker, and so are all modules with the session's Prefect server, which each of their workers would start."""
+    """A module is for one worker, and so are all modules with a process of the session's, which each of their workers would start."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    served = {path.relative_to(config.rootpath).as_posix() for path in HERE.rglob("test_*.py") if "prefect_url" in path.read_text("utf-8")}
+    texts = {path.relative_to(config.rootpath).as_posix(): path.read_text("utf-8") for path in HERE.rglob("test_*.py")}
+    groups = {name: fixture for name, text in texts.items() for fixture in ("prefect_url", "interpreter: Forks") if fixture in text}
 
     class Dealer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module = super()._split_scope(nodeid)
-            return "with a Prefect server" if module in served else module
+            return groups.get(module, module)
 
     config.option.loadscopereorder = False  # by which modules of few tests would begin last
     return Dealer(config, log)
@@ -54,6 +56,14 @@ def own_digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["DFLASH_CACHE"] = str(own)
     yield
     os.environ.pop("DFLASH_CACHE") if before is None else os.environ.update(DFLASH_CACHE=before)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Forks]:
+    """Where Triton interprets its kernels, as it decides when it is imported."""
+    pytest.importorskip("triton")
+    with Forks("triton.language, tests.training.small, tests.target.tiny", TRITON_INTERPRET="1") as forks:
+        yield forks
 
 
 @pytest.fixture(scope="session")

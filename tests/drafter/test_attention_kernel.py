@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +10,7 @@ from torch.nn import functional
 from dflash_core.drafter import dflash_dense_mask, interval_mask
 from dflash_core.drafter.attention import Tiling, Tilings, _tiles, launch_backward, launch_forward
 from tests.drafter.small import random_layout
+from tests.forks import Forks
 
 SMALL = Tilings(forward=Tiling(32, 16, 4, 1), own=Tiling(16, 16, 4, 1), by_key=Tiling(16, 32, 4, 1), by_query=Tiling(32, 16, 4, 1))
 
@@ -105,10 +102,8 @@ for case in ((2, 64, 6, 8, 2, 1, 16, 0), (1, 83, 3, 16, 1, 1, 16, 0), (1, 83, 6,
 """
 
 
-def test_in_the_interpreter_values_and_gradients_equal_dense_attention() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # read when Triton is imported, so in a process of its own
-    result = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+def test_in_the_interpreter_values_and_gradients_equal_dense_attention(interpreter: Forks) -> None:
+    interpreter.run(CASES)
 
 
 @pytest.mark.gpu

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +11,7 @@ from dflash_core.drafter import IGNORE, dflash_dense_mask
 from dflash_core.fp8 import E4M3, E5M2, Fp8Head, cast, fp8_linears
 from dflash_core.objective import linear_cross_entropy
 from tests.drafter.small import Row, drafter_config, random_layout, small_drafter
+from tests.forks import Forks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")])]
 
@@ -53,7 +50,7 @@ def test_a_cast_of_zeros_is_zeros_and_one_nan_or_infinity_does_not_go_unnoticed(
         assert not torch.isfinite(values.float() * scale).all()
 
 
-def test_in_the_interpreter_the_kernels_find_the_scale_and_write_the_transpose() -> None:
+def test_in_the_interpreter_the_kernels_find_the_scale_and_write_the_transpose(interpreter: Forks) -> None:
     code = """
 import torch
 from dflash_core.fp8.cast import E4M3, cast_torch
@@ -66,9 +63,7 @@ for shape in ((70, 130), (64, 128)):
     wide = torch.randn(shape[0], 200)[:, 3 : 3 + shape[1]]
     torch.testing.assert_close(cast_triton(wide, E4M3)[2], cast_torch(wide, E4M3)[2])
 """  # its casts to fp8 are not rounded as the hardware's are, so the values are for the GPU to check
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+    interpreter.run(code)
 
 
 @pytest.mark.parametrize("device", DEVICES)

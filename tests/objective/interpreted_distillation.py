@@ -61,4 +61,3 @@ if __name__ == "__main__":
     distillation.mixture_ = partial(mixture_triton_, block=BLOCK)
     loss_equals_twin(softcap=None, max_labelled=9)
     loss_equals_twin(softcap=3.0, max_labelled=None)
-    print("equal")

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.children import ROOT, environment
+from tests.forks import Forks
 
 pytest.importorskip("triton")
 KEYS = {"name", "value", "unit", "gpu", "torch", "commit", "dirty", "date", "samples", "detail"}
 
 
-def run(code: str, **variables: str) -> str:
-    variables = environment(**{"OMP_NUM_THREADS": "1"} | variables)
-    finished = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, (finished.stdout + finished.stderr)[-3000:]
-    return finished.stdout
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    modules = ", ".join(f"benchmarks.{name}" for name in ("step", "flatness", "evaluator", "extract", "reader", "online"))
+    with Forks(f"{modules}, torch._inductor.compile_fx") as forks:
+        yield forks
 
 
-def test_objective_imports_without_pydantic_as_bare_gpu_machines_need():
+def test_objective_imports_without_pydantic_as_bare_gpu_machines_need(forks):
     modules = ", ".join(f"dflash_core.objective{name}" for name in ("", ".reference", ".softmax_kernel"))
-    run(f"import sys; sys.modules['pydantic'] = None\nimport {modules}")
+    imported = "[name for name in sys.modules if name.partition('.')[0] in ('dflash_core', 'pydantic')]"
+    forks.run(f"import sys\nfor name in {imported}:\n    del sys.modules[name]\nsys.modules['pydantic'] = None\nimport {modules}")
 
 
-def test_every_section_runs_at_a_tiny_size_and_a_second_run_measures_nothing_again(tmp_path):
+def test_every_section_runs_at_a_tiny_size_and_a_second_run_measures_nothing_again(tmp_path, forks):
     results = tmp_path / "results.jsonl"
     words = ["--shape", "tiny", "--device", "cpu", "--results", str(results), "--commit", "abc", "--attention", "grouped", "batched", "expanded"]
     words += ["--sections", "loss", "attention", "step", "profile", "--variants", "product", "accumulate2", "host", "muon"]
-    run(f"from benchmarks.step import main\nassert main({words!r}) == 0\nassert main({words!r}) == 0")
+    forks.run(f"from benchmarks.step import main\nassert main({words!r}) == 0\nassert main({words!r}) == 0")
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert all(set(record) == KEYS for record in records)
     names = [record["name"] for record in records]
@@ -44,12 +44,12 @@ def test_every_section_runs_at_a_tiny_size_and_a_second_run_measures_nothing_aga
     assert losses[-1] < losses[0]
 
 
-def test_the_engine_is_measured_at_a_tiny_size_by_the_commands_that_a_gpu_gets(tmp_path):
+def test_the_engine_is_measured_at_a_tiny_size_by_the_commands_that_a_gpu_gets(tmp_path, forks):
     results = tmp_path / "results.jsonl"
     words = ["--shape", "tiny", "--steps", "12", "--results", str(results), "--commit", "abc"]
     alone = [*words, "--sections", "overhead", "--device", "cpu"]
     together = [*words, "--sections", "scaling", "--devices", "cpu,cpu", "--shapes", "tiny"]
-    out = run(f"from benchmarks.flatness import main\nassert main({alone!r}) == 0\nassert main({together!r}) == 0")
+    out = forks.run(f"from benchmarks.flatness import main\nassert main({alone!r}) == 0\nassert main({together!r}) == 0")
     assert "READY" in out
     records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
     names = {"engine.overhead.tiny", "multi.scaling_2gpu_tiny", "flatness.peak_spread", "flatness.reserved_growth", "flatness.retries"}
@@ -58,21 +58,23 @@ def test_the_engine_is_measured_at_a_tiny_size_by_the_commands_that_a_gpu_gets(t
     assert records["flatness.retries"]["samples"] == 7  # of 12 steps, the first 5 do not count
 
 
-def test_an_evaluator_beside_training_is_measured_at_a_tiny_size(tmp_path):
+def test_an_evaluator_beside_training_is_measured_at_a_tiny_size(tmp_path, forks):
     results = tmp_path / "results.jsonl"
     words = ["--shape", "tiny", "--device", "cpu", "--steps", "8", "--tokens", "2", "--results", str(results), "--commit", "abc"]
-    run(f"from benchmarks.evaluator import main\nassert main({words!r}) == 0")
+    forks.run(f"from benchmarks.evaluator import main\nassert main({words!r}) == 0")
     records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
     assert set(records) == {"evaluator.step_ratio", "evaluator.seconds"}
     assert records["evaluator.step_ratio"]["detail"]["late_compiles"] == 0
     assert records["evaluator.seconds"]["samples"] >= 1
 
 
-def test_extraction_and_the_reader_are_measured_at_a_tiny_size(tmp_path):
+def test_extraction_and_the_reader_are_measured_at_a_tiny_size(tmp_path, forks):
     results = tmp_path / "results.jsonl"
     words = ["--device", "cpu", "--results", str(results), "--commit", "abc", "--folder", str(tmp_path)]
     reader = [*words, "--gigabytes", "0.01"]
-    run(f"from benchmarks import extract, reader\nassert extract.main({[*words, '--sections', 'tiny']!r}) == 0\nassert reader.main({reader!r}) == 0")
+    forks.run(
+        f"from benchmarks import extract, reader\nassert extract.main({[*words, '--sections', 'tiny']!r}) == 0\nassert reader.main({reader!r}) == 0"
+    )
     records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
     names = {"extract.ceiling_share.tiny", "extract.tok_s.tiny", "extract.tok_s.tiny.passes", "extract.packed_error.tiny"}
     assert {*names, "reader.rows_s.small", "reader.gb_s", "reader.gb_s.first_epoch", "reader.copy_gb_s", "reader.checksum_gb_s"} <= set(records)
@@ -85,9 +87,9 @@ def test_flops_of_a_step_are_those_of_the_issue():
     assert SHAPES["1x2048"].flops == pytest.approx(68.1e12, rel=2e-3)
 
 
-def test_training_from_a_live_target_is_measured_at_a_tiny_size(tmp_path):
+def test_training_from_a_live_target_is_measured_at_a_tiny_size(tmp_path, forks):
     results = tmp_path / "results.jsonl"
-    out = run(
+    out = forks.run(
         "from pathlib import Path\nimport torch\nfrom benchmarks.common import SHAPES, Recorder\nfrom benchmarks.online import measure_online\n"
         f"recorder = Recorder(Path({str(results)!r}), torch.device('cpu'), 'abc', False)\n"
         "measure_online(recorder, SHAPES['tiny'], 'cpu', 'cpu', 12, ['apart', 'together'], {'compile': 'off'})"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +12,7 @@ from dflash_core.config import ObjectiveConfig
 from dflash_core.drafter import IGNORE
 from dflash_core.objective import DistilledLosses, TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights
 from dflash_core.objective.reference import reference_distilled_cross_entropy
-from tests.children import run_interpreted
+from tests.forks import Forks
 from tests.objective.test_cross_entropy import problem
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -136,9 +134,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         distilled_cross_entropy(hidden_MH, weight_VH, labels_M, hidden_MH, share=0.5, temperature=1.0, chunk_slots=0)
 
 
-def test_interpreted_kernel_equals_its_twin() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(Path(__file__).with_name("interpreted_distillation.py"))
+def test_interpreted_kernel_equals_its_twin(interpreter: Forks) -> None:
+    interpreter.run_module("tests.objective.interpreted_distillation")
 
 
 @pytest.mark.parametrize(("softcap", "teacher"), [(False, True), (True, True), (False, False)])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from dflash_core.drafter import IGNORE
 from dflash_core.objective import cross_entropy, linear_cross_entropy
 from dflash_core.objective.reference import reference_linear_cross_entropy
-from tests.children import run_interpreted
+from tests.forks import Forks
 
 pytest.importorskip("triton")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def test_interpreted_kernel_equals_its_twin_in_values_gradients_and_hits():
-    run_interpreted(Path(__file__).with_name("interpreted_kernel.py"))
+def test_interpreted_kernel_equals_its_twin_in_values_gradients_and_hits(interpreter: Forks) -> None:
+    interpreter.run_module("tests.objective.interpreted_kernel")
 
 
 @pytest.mark.parametrize("softcap", [False, True])

@@ -56,4 +56,3 @@ if __name__ == "__main__":
         check(name)
     for name in ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"):  # gpt-oss turns its heads in a way of its own
         check_attention(name)
-    print("equal")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from dflash_core.target.fused import FusedGatedMLP, FusedRMSNorm, fused
-from tests.children import run_interpreted
+from tests.forks import Forks
 from tests.target.tiny import tiny_model
 
 pytest.importorskip("triton")
 
 
-def test_interpreted_kernels_give_what_the_modules_of_the_target_give() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_fused.py"))
+def test_interpreted_kernels_give_what_the_modules_of_the_target_give(interpreter: Forks) -> None:
+    interpreter.run_module("tests.target.interpreted_fused")
 
 
 @pytest.mark.parametrize("size", [4096, 128])

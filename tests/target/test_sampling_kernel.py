@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from dflash_core.config import GenerationConfig
 from dflash_core.target.sampling import draw_plain, launch_draw
+from tests.forks import Forks
 
 CASES = [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 7), (0.8, 0.6, 20), (2.0, 0.999, 3), (0.3, 0.05, 0)]
 
@@ -37,10 +34,8 @@ for number, case in enumerate(CASES):
 """
 
 
-def test_in_the_interpreter_the_kernel_draws_what_its_twin_draws() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # read when Triton is imported, so in a process of its own
-    result = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+def test_in_the_interpreter_the_kernel_draws_what_its_twin_draws(interpreter: Forks) -> None:
+    interpreter.run(INTERPRETED)
 
 
 @pytest.mark.gpu

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from dflash_core.target.static_attention import attend_plain, launch_attend, launch_store, store_plain
+from tests.forks import Forks
 
 ATTENTION_CASES = [  # R, A, G, S, C, D, window, softcap, sinks, splits
     (3, 4, 2, 1, 90, 8, None, None, True, 2),
@@ -50,10 +47,8 @@ for case in ATTENTION_CASES:
 """
 
 
-def test_in_the_interpreter_the_kernels_equal_their_twins_and_read_no_slot_that_was_not_filled() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # read when Triton is imported, so in a process of its own
-    result = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+def test_in_the_interpreter_the_kernels_equal_their_twins_and_read_no_slot_that_was_not_filled(interpreter: Forks) -> None:
+    interpreter.run(INTERPRETED)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -55,4 +55,3 @@ if __name__ == "__main__":
             assert actual.updates == 3
             actual.warm_up([SmallRows().row(0)])
             assert actual.updates == 3
-    print("equal")

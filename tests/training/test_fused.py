@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.feed import collate
 from dflash_core.training.compiled import prepare
-from tests.children import run_interpreted
+from tests.forks import Forks
 from tests.training.small import INFO, SmallRows, config
 
 
-def test_handed_gradients_and_the_fused_update_train_as_the_cpu_replica_does() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(Path(__file__).with_name("interpreted_adamw.py"))
+def test_handed_gradients_and_the_fused_update_train_as_the_cpu_replica_does(interpreter: Forks) -> None:
+    interpreter.run_module("tests.training.interpreted_adamw")
 
 
 @pytest.mark.parametrize("rows", [1, 2])
