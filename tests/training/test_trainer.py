@@ -268,6 +268,7 @@ def test_a_schedule_longer_than_the_data_is_refused_before_any_work(tmp_path: Pa
 
 def test_a_compiled_drafter_trains_and_its_late_compilation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)  # plain loops compile sooner than those of vectors
 
     class Longer(SmallRows):
         def row(self, ordinal: int) -> Any:
