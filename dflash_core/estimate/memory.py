@@ -115,14 +115,30 @@ class Sizes:
 
     def row(self) -> int:
         """One row of training."""
+        return sum(self._of_the_target_in_a_row()) + self._else_in_a_row()
+
+    def _of_the_target_in_a_row(self) -> list[int]:
+        """Of each tensor."""
         config = self.config
         columns = feature_columns(config.extraction, len(self.drafter.tap_layers), self.info.hidden_size)
         wanted = {"features", SCALES, *(TEACHER_COLUMNS[config.extraction.teacher] if config.objective.distillation.weight > 0 else ())}
-        hidden = sum(column.token_bytes for column in columns if column.name in wanted)
-        return config.training.row_length * (hidden + 21) + 8 * config.training.num_anchors
+        return [config.training.row_length * column.token_bytes for column in columns if column.name in wanted]
 
-    def training(self, longest_prompt: int) -> Ledger:
-        """Of warm-up and the stage 'train', everything at once, as it is."""
+    def _else_in_a_row(self) -> int:
+        return 21 * self.config.training.row_length + 8 * self.config.training.num_anchors
+
+    def fed(self, rows: int) -> int:
+        """On the host: rows in the queue and those that replicas have taken from it, of the ``rows`` that the run has."""
+        training = self.config.training
+        queues = len(training.devices) if training.launcher == "torchrun" else 1
+        held = min(queues * training.queue_rows + len(training.devices) * training.rows_per_microstep, rows)
+        of_the_target = self._of_the_target_in_a_row()
+        if training.devices[0] != "cpu":  # live targets keep theirs on a GPU, and torch's pinned memory comes in powers of two
+            of_the_target = [1 << (size - 1).bit_length() for size in of_the_target if not self.config.target_devices]
+        return held * (sum(of_the_target) + self._else_in_a_row())
+
+    def training(self, longest_prompt: int, rows: int) -> Ledger:
+        """Of warm-up and the stage 'train', everything at once, as it is. ``rows``: of the whole run."""
         config, ledger = self.config, Ledger()
         training, first = config.training, config.training.devices[0]
         on_cuda = first != "cpu"
@@ -133,15 +149,15 @@ class Sizes:
                 ledger.add(device, "vocabulary", self._vocabulary(_size(training.precision) if on_cuda else 4))
         for index, device in enumerate(training.devices):
             self._add_replica(ledger, index, device)
-        ledger.add("cpu", "rows in the queue", training.queue_rows * self.row())
+        ledger.add("cpu", "rows in the feed", self.fed(rows))
         ledger.add("cpu", "checkpoint being written", 16 * self.drafter.num_parameters())
         for device in dict.fromkeys(config.target_devices):
             ledger.add(device, "target", self.target(config.target.dtype))
         for device in config.target_devices:
             ledger.add(device, "a pass of the target", self.a_pass(training.row_length, config.target.dtype, len(self.drafter.tap_layers)))
             if on_cuda:
-                rows = training.queue_rows + len(training.devices) * training.rows_per_microstep
-                ledger.add(device, "rows of the target", rows * training.row_length * self._features_of_a_token())
+                buffers = training.queue_rows + len(training.devices) * training.rows_per_microstep
+                ledger.add(device, "rows of the target", buffers * training.row_length * self._features_of_a_token())
         if training.evaluation.every_steps:
             self._add_evaluator(ledger, longest_prompt)
         return ledger
@@ -171,7 +187,7 @@ class Sizes:
         if on_cuda:
             graphed = training.cuda_graphs is True or (training.cuda_graphs == "auto" and training.compile != "off")
             ledger.add(device, "batches", (SLOTS + graphed) * batch)
-            ledger.add("cpu", "rows of the next steps", SLOTS * batch)
+            ledger.add("cpu", "rows of the next steps", SLOTS * training.rows_per_microstep * self._else_in_a_row())
         elif training.rows_per_microstep > 1:
             ledger.add(device, "batches", batch)
         # gradients come as what was kept for them goes: at its peak a pass holds the one or the other

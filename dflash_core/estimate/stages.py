@@ -98,7 +98,7 @@ class _Work:
         self.weights = sizes.drafter.num_parameters()
         guess = max(1, self._config.training.epochs * math.ceil(amounts.tokens / self._config.training.row_length) // self._config.rows_per_step)
         self._steps = planned_steps(plan) if amounts.exact else self._config.training.max_steps or guess
-        self._training = sizes.training(amounts.longest_prompt).needed()
+        self._training = sizes.training(amounts.longest_prompt, self._steps * self._config.rows_per_step).needed()
 
     def responses(self) -> Estimate:
         data, amounts = self._config.data, self._amounts

@@ -22,7 +22,7 @@ from dflash_core.estimate.memory import Ledger
 from dflash_core.target import StaticTarget, TargetModel, loaded_bytes, static_cache_bytes
 from dflash_core.training.replica import Replica
 from tests.target.tiny import save_tiny_target
-from tests.training.small import DISTILLED, INFO, RowsOfATeacher, SmallRows, config, vocabulary
+from tests.training.small import DISTILLED, INFO, TAPS, H, RowsOfATeacher, SmallRows, config, vocabulary
 
 FLOAT32 = {"extraction": {"feature_dtype": "float32"}}
 
@@ -52,13 +52,13 @@ def test_weights_masters_moments_and_gradients_are_counted_to_the_byte(training:
         replica = Replica(index, torch.device("cpu"), settings, sizes.drafter, vocabulary())
         gradients = [parameter.grad for parameter in replica.drafter.parameters() if parameter.grad is not None]
         found += bytes_of([replica.weights, *replica.moments.buffers, *replica.summed, *gradients])
-    parts = sizes.training(10).parts["cpu"]
+    parts = sizes.training(10, 99).parts["cpu"]
     assert sum(parts[name] for name in ("weights", "masters", "moments", "gradients")) == found
 
 
 def test_sharding_saves_memory_and_so_do_muon_and_checkpointing() -> None:
     usual, *smaller = (
-        Sizes(config(2, **{"precision": "bfloat16", **changes}), INFO).training(10).needed()["cpu"]
+        Sizes(config(2, **{"precision": "bfloat16", **changes}), INFO).training(10, 99).needed()["cpu"]
         for changes in ({}, {"sync": "sharded"}, {"optimizer": "muon"}, {"activation_checkpointing": True})
     )
     assert all(size < usual for size in smaller)
@@ -70,6 +70,21 @@ def test_sharding_saves_memory_and_so_do_muon_and_checkpointing() -> None:
 )
 def test_a_row_is_counted_to_the_byte(source: SmallRows, changes: dict[str, Any]) -> None:
     assert Sizes(config(**changes), INFO).row() == sum(tensor.nbytes for tensor in source.row(0).tensors.values())
+
+
+def test_the_feed_is_counted_with_as_many_rows_as_the_queue_and_the_replicas_hold_and_never_more_than_the_run_has() -> None:
+    one = Sizes(config(), INFO).row()
+    assert Sizes(config(2, queue_rows=8, rows_per_microstep=2), INFO).fed(1000) == (8 + 2 * 2) * one
+    assert Sizes(config(2, queue_rows=8, launcher="torchrun"), INFO).fed(1000) == (2 * 8 + 2) * one
+    assert Sizes(config(queue_rows=100_000), INFO).fed(12) == 12 * one
+
+
+def test_on_gpus_the_host_pins_the_features_of_shards_in_powers_of_two_and_holds_none_of_a_live_target() -> None:
+    cuda = {"devices": ["cuda:0"], "row_length": 48, "precision": "bfloat16"}
+    features = 48 * TAPS * H * 2
+    rest = Sizes(config(**cuda), INFO).row() - features
+    assert Sizes(config(**cuda), INFO).fed(1) == 16384 + rest  # 12288 bytes of features
+    assert Sizes(config(**cuda, feed="online", target_devices=["cuda:0"]), INFO).fed(1) == rest
 
 
 @pytest.mark.parametrize(("row_length", "num_anchors"), [(128, 16), (512, 32), (128, 64)])
@@ -105,7 +120,7 @@ def of_shape(shape: Shape, **training: Any) -> Ledger:
     drafter = {"num_layers": shape.layers, "block_size": shape.S, "mask_token_id": shape.V - 1}
     data = {"sources": [{"source": "none.jsonl"}], "max_length": shape.T}
     tree = {"target": {"model": "none"}, "data": data, "drafter": drafter, "objective": {"chunk_slots": shape.chunk}, "training": settings}
-    return Sizes(parse_config(tree), info).training(100)
+    return Sizes(parse_config(tree), info).training(100, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +168,7 @@ def test_targets_that_feed_or_judge_a_training_are_in_memory_once_for_each_devic
 
     def parts(**training: Any) -> Counter[str]:
         settings = {"row_length": 48, "num_anchors": 6, "queue_rows": 8, **training}
-        return Sizes(parse_config({**tree, "training": settings}), target.info).training(20).parts["cuda:0"]
+        return Sizes(parse_config({**tree, "training": settings}), target.info).training(20, 10_000).parts["cuda:0"]
 
     alone, judged = parts(devices=["cuda:0"]), parts(devices=["cuda:0"], evaluation={"every_steps": 1})
     fed = parts(devices=["cuda:0"], feed="online", target_devices=["cuda:0", "cuda:0"])
