@@ -136,7 +136,7 @@ def test_the_memory_of_measured_steps_is_estimated_within_a_tenth(name: str, sha
     ledger = of_shape(SHAPES[shape], **training)
     for record in records:
         assert ledger.needed()["cuda:0"] / 2**30 == pytest.approx(record["detail"]["reserved"], rel=0.1)
-        if record["value"] > 0.85 * record["detail"]["reserved"] and record["value"] < record["detail"]["reserved"]:  # outside of graphs
+        if 0.85 < record["value"] / record["detail"]["reserved"] < 0.99:  # outside of graphs, of which the peak is all that is reserved
             assert ledger.parts["cuda:0"].total() / 2**30 == pytest.approx(record["value"], rel=0.05)
     assert records
 
