@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.plan import CODE_VERSIONS, Plan
-from dflash_core.runners import RUNNERS, extract_shards, features_of, in_store, judge_of, run_train, vocabulary_of
+from dflash_core.runners import RUNNERS, features_of, in_store, judge_of, make_missing_shards, run_train, vocabulary_of
 from dflash_core.runners import drafter_folder as drafter_folder
 from dflash_core.runners import evaluation_of as evaluation_of
 from dflash_core.runners import evaluation_prompts as evaluation_prompts
@@ -116,7 +116,7 @@ def _help_with_shards(plan: Plan, folder: Path, progress: Progress, watch: Stopw
     A dataset that is finished in the store is for the other one to fetch.
     """
     if not in_store(plan, folder):
-        extract_shards(plan, folder, progress)
+        make_missing_shards(plan, folder, progress)
     while (found := plan.stage("shards").manifest) is None:
         if not _is_busy(folder):
             return run_stage(plan, "shards", progress=progress)

@@ -138,7 +138,7 @@ def _run_shards(plan: Plan, folder: Path, progress: Progress, on_metrics: Metric
         pull(_address(plan, folder), folder, progress)
         ShardCard.read(folder).require(expected_of(plan.info, plan.tap_layers), folder)
         return counts_of(folder)
-    counts = extract_shards(plan, folder, progress)
+    counts = make_missing_shards(plan, folder, progress)
     if plan.config.extraction.store:
         push(folder, _address(plan, folder), progress)
     return counts
@@ -153,7 +153,7 @@ def _address(plan: Plan, folder: Path) -> str:
     return f"{plan.config.extraction.store}/{folder.name}"
 
 
-def extract_shards(plan: Plan, folder: Path, progress: Progress) -> dict[str, Any]:
+def make_missing_shards(plan: Plan, folder: Path, progress: Progress) -> dict[str, Any]:
     """Make what is missing of the shards, with a target only where something is; returns the counts."""
     target, extraction, taps = plan.config.target, plan.config.extraction, plan.tap_layers
     samples, shared = SampleTable.open(plan.folder("samples") / "train.parquet"), _address(plan, folder) if extraction.store else None

@@ -30,11 +30,11 @@ def make_shards_on_ray(run: Run) -> None:
     ray = run.plan.config.extraction.ray
     job = shard_job(run.plan) if ray.workers else None
     if job is not None:
-        extract_shards.with_options(task_runner=ray_runner(ray))(job.model_dump(mode="json"), ray.workers)
+        divide_shards.with_options(task_runner=ray_runner(ray))(job.model_dump(mode="json"), ray.workers)
 
 
 @flow(name="extract-shards", retries=0, persist_result=False)
-def extract_shards(job: dict[str, Any], workers: int) -> list[dict[str, Any]]:
+def divide_shards(job: dict[str, Any], workers: int) -> list[dict[str, Any]]:
     """Run so many processes, each with its GPUs, until all shards are made; returns what each of them has done."""
     from prefect_ray.context import remote_options  # an extra
 

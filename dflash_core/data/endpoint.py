@@ -20,11 +20,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import email.utils
 import json
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -33,15 +31,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from dflash_core.config import EndpointConfig, GenerationConfig
+from dflash_core.data.attempts import asked_for, passes, pause_after
 from dflash_core.data.types import FinishReason, Message, Response
 from dflash_core.errors import ConfigError, DFlashError, EndpointError, Problem
 
 if TYPE_CHECKING:
     import httpx
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _CONNECT_TIMEOUT_S = 20.0
-_AGAIN = (408, 409, 425, 429)  # and all from 500
 _REFUSED = (400, 413, 422)  # this request, not others
 KEPT = "What was answered so far is kept: start again to go on."
 
@@ -97,8 +94,7 @@ class _Endpoint:
         now = time.monotonic()
         if begun >= self.failed_at:
             self.failures += 1
-            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self.failures - 1)) * random.uniform(0.5, 1.0)
-            pause = pause if fault.pause is None else fault.pause + pause / 2
+            pause = pause_after(self.failures, fault.pause)
             self.failed_at, self.held_until = now, now + pause
             logger.warning("%s: %s; left alone for %.1f s (failure %d in a row)", self.url, fault, pause, self.failures)
 
@@ -215,8 +211,8 @@ class EndpointClient:
         if reply.status_code == 200:
             return _answer(endpoint, job, reply.content)
         said = f"HTTP {reply.status_code}: {_shown(endpoint, reply.text)}"
-        if reply.status_code in _AGAIN or reply.status_code >= 500:
-            raise _FaultError(said, _retry_after(reply.headers.get("Retry-After")))
+        if passes(reply.status_code):
+            raise _FaultError(said, asked_for(reply.headers.get("Retry-After")))
         if reply.status_code in _REFUSED:
             raise RefusedError(f"{endpoint.url} refuses it with {said}")
         remedy = "Check data.generation.endpoints: url (it mostly ends in /v1), model and api_key_env."
@@ -309,13 +305,3 @@ def _shown(endpoint: _Endpoint, text: str) -> str:
     """The beginning of what a server says, on one line and without its key."""
     text = text.replace(endpoint.key, "***") if endpoint.key else text
     return " ".join(text[:2000].split())[:200]
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header asks for: a number, or a date."""
-    if value is None:
-        return None
-    with contextlib.suppress(ValueError, TypeError):
-        seconds = float(value) if value.strip().isdecimal() else email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        return min(max(seconds, 0.0), 3600.0)
-    return None

@@ -26,6 +26,7 @@ import httpx
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from dflash_core.data.attempts import asked_for, passes, pause_after
 from dflash_core.errors import EndpointError
 from dflash_core.evaluation.result import EvaluationResult
 from dflash_core.stages import Progress, no_progress
@@ -122,7 +123,7 @@ def measure_server(
         url:         where it is, with or without ``/v1``
         drafts:      whether it should be drafting; a server that does otherwise is refused after one short answer
         concurrency: requests in flight together
-        timeout_seconds: for one request; unanswered ones and those refused for the moment (429, 5xx) are sent up to four times
+        timeout_seconds: for one request; unanswered ones and those refused for the moment are sent up to four times
 
     Raises:
         EndpointError: it cannot be reached, refuses a request, drafts though it should not or the other way round; names the URL and the remedy.
@@ -322,6 +323,7 @@ class _Server:
     def _ask(self, path: str, body: dict[str, Any] | None) -> tuple[str, int]:
         """What the server answers, and at which try."""
         for tries in range(1, TRIES + 1):
+            wait = None
             try:
                 reply = self._http.get(path) if body is None else self._http.post(path, json=body)
             except httpx.HTTPError as error:  # refused, timed out, cut off
@@ -330,8 +332,9 @@ class _Server:
                 if reply.is_success:
                     return reply.text, tries
                 reason = f"status {reply.status_code}: {' '.join(reply.text[:300].split())}"
-                if reply.status_code != 429 and reply.status_code < 500:
+                if not passes(reply.status_code):
                     raise EndpointError(f"{self.url}{path}: refused: {reason}")
+                wait = asked_for(reply.headers.get("Retry-After"))
             if tries < TRIES:
-                time.sleep(0.25 * 2**tries)
+                time.sleep(pause_after(tries, wait))
         raise EndpointError(f"{self.url}{path}: no answer in {TRIES} tries of up to {self._timeout:g} s: {reason}. Check that the server runs there.")

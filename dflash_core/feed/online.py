@@ -28,6 +28,7 @@ from dflash_core.feed.queue import Loader
 from dflash_core.feed.row import Row
 from dflash_core.feed.source import PackedOrder
 from dflash_core.shards import ShardSample
+from dflash_core.shards.columns import first_nonfinite
 from dflash_core.shards.extract import batches
 from dflash_core.shards.trim import SEEN, runs, used_rows
 from dflash_core.target import TargetModel
@@ -150,21 +151,7 @@ class TargetRows:
             done.record()
             done.synchronize()
         if not finite:
-            self._refuse_nonfinite(members, features_TF)
-
-    def _refuse_nonfinite(self, members: Sequence[int], features_TF: torch.Tensor) -> None:
-        end, hidden = 0, self._target.info.hidden_size
-        for i in members:
-            begin, end = end, end + self._lengths[i]
-            bad = (~features_TF[begin:end].isfinite()).nonzero()
-            if len(bad):
-                position, feature = bad[0].tolist()
-                value = features_TF[begin + position, feature].item()
-                raise TargetError(
-                    f"Sample {self._samples.id(i)!r}: the target's hidden state is {value} at token {position}, "
-                    f"layer {self._tap_layers[feature // hidden]} ({len(bad)} such values). Run the target in another precision (target.dtype), "
-                    "keep its features more precisely (extraction.feature_dtype), or take the sample out of the data."
-                )
+            raise TargetError(first_nonfinite(features_TF, self._samples, members, self._tap_layers, self._shape[1]))
 
     def _sample(self, i: int) -> ShardSample:
         tokens, mask = torch.tensor(self._samples.tokens(i), dtype=torch.int32), torch.tensor(self._samples.loss_mask(i), dtype=torch.bool)

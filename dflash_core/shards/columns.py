@@ -125,18 +125,28 @@ def check_finite(card: ShardCard, stored: dict[str, torch.Tensor], samples: Samp
         return
     values_TN = stored.get(SCALES, stored["features"])  # N: features, or one scale for each layer
     teacher_TX = next((stored[name] for name in (LAST_HIDDEN, TOPK[1]) if name in stored), values_TN[:, :0])
+    found = first_nonfinite(torch.cat([values_TN, teacher_TX], dim=1), samples, batch, card.tap_layers, values_TN.shape[1])
+    if found is not None:
+        raise ShardError(f"{found} Finished shards are kept.")
+
+
+def first_nonfinite(values_TN: torch.Tensor, samples: SampleTable, members: Sequence[int], tap_layers: Sequence[int], tapped: int) -> str | None:
+    """The first sample with a NaN or an infinity and what helps, in words; None if there is none.
+
+    Args:
+        values_TN: of the samples ``members``, one after the other
+        tapped:    of the N so many are of the tapped layers, equally many of each; all others are of the last layer
+    """
     end = 0
-    for i in batch:
+    for i in members:
         begin, end = end, end + int(samples.lengths[i])
-        values = torch.cat([values_TN[begin:end], teacher_TX[begin:end]], dim=1)
-        bad = (~values.isfinite()).nonzero()
+        bad = (~values_TN[begin:end].isfinite()).nonzero()
         if len(bad):
             position, place = bad[0].tolist()
-            width = values_TN.shape[1]
-            layer = str(card.tap_layers[place * len(card.tap_layers) // width]) if place < width else "the last one"
-            value = values[position, place].item()
-            raise ShardError(
-                f"Sample {samples.id(i)!r}: the target's hidden state is {value} at token {position}, layer {layer} ({len(bad)} such values). "
-                f"Run the target in another precision than {card.target_dtype} (target.dtype), store more precisely (extraction.feature_dtype), "
-                "or take the sample out of the data. Finished shards are kept."
+            layer = str(tap_layers[place * len(tap_layers) // tapped]) if place < tapped else "the last one"
+            return (
+                f"Sample {samples.id(i)!r}: the target's hidden state is {values_TN[begin + position, place].item()} at token {position}, "
+                f"layer {layer} ({len(bad)} such values). Run the target in another precision (target.dtype), "
+                "keep its features more precisely (extraction.feature_dtype), or take the sample out of the data."
             )
+    return None

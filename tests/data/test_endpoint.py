@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dflash_core.config import load_config, parse_config
-from dflash_core.data import build_responses, endpoint, read_responses, render_prompt
+from dflash_core.data import attempts, build_responses, read_responses, render_prompt
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.errors import ConfigError, DataError, EndpointError
 from tests.data import tiny
@@ -31,8 +31,8 @@ END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(endpoint, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(attempts, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -136,7 +136,7 @@ def test_retry_after_is_waited_for_by_all_requests_to_that_server(tmp_path: Path
 def test_prompts_are_shared_by_servers_within_their_limits_and_a_dead_one_costs_nothing_but_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(attempts, "LONGEST_PAUSE_S", 60.0)
     both_full = threading.Event()
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def test_a_server_that_drafts_though_it_should_not_or_the_other_way_round_is_ref
 
 
 def test_busy_servers_are_asked_again_and_refusals_are_told_with_the_servers_words() -> None:
-    with serving(StandIn("vllm", made_up, drafts=True, failures=[503, 429, 500])) as url:
+    with serving(StandIn("vllm", made_up, drafts=True, failures=[503, 429, 408])) as url:
         measured(url)
     stand_in = StandIn("vllm", made_up, drafts=True)
     with serving(stand_in) as url:

@@ -20,7 +20,7 @@ def test_two_processes_of_a_ray_cluster_make_every_shard_once_and_the_run_finds_
     tmp_path: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    from flows.extract_shards import extract_shards, ray_runner
+    from flows.extract_shards import divide_shards, ray_runner
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     plan = Plan(load_config(write_tiny_run(tmp_path), ["extraction.ray.workers=2"]))
@@ -30,7 +30,7 @@ def test_two_processes_of_a_ray_cluster_make_every_shard_once_and_the_run_finds_
     assert job is not None
     assert job.gpus == 0
     runner = ray_runner(plan.config.extraction.ray, num_cpus=2, object_store_memory=80 * 2**20)
-    counts = extract_shards.with_options(task_runner=runner)(job.model_dump(mode="json"), 2)
+    counts = divide_shards.with_options(task_runner=runner)(job.model_dump(mode="json"), 2)
     assert len(counts) == 2
     assert sum(each["extracted_tokens"] for each in counts) == run_stage(plan, "samples").manifest.counts["train_tokens"]
     monkeypatch.setattr(TargetModel, "from_pretrained", None)  # the run itself needs no target any more
