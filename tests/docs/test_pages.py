@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
+from benchmarks.picture import PICTURE, shown
+from benchmarks.picture import main as draw_picture
 from dflash_core.config import Section, load_config
 from dflash_core.config_read import section_in
 from dflash_core.data.rows import parse_row
@@ -99,6 +102,13 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         if anchor:
             headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings], link
+
+
+def test_the_picture_of_the_real_drafter_shows_the_newest_records(tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn.png"
+    draw_picture(["--picture", str(drawn)])
+    described, committed = (Image.open(path).info["Description"] for path in (drawn, PICTURE))
+    assert json.loads(described) == json.loads(committed) == shown(), "draw it again: python -m benchmarks.picture"
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("yaml") if "target:" in block.text], ids=lambda block: block.where)
