@@ -14,28 +14,30 @@ from tests.forks import Forks
 
 HERE = Path(__file__).parent
 LONG = (
-    "flows/test_deploy.py", "flows/test_interrupt.py", "test_kills.py", "training/test_ranks.py", "test_pipeline.py", "training/test_trainer.py",
+    "flows/test_deploy.py", "flows/test_interrupt.py", "test_kills.py", "training/test_ranks.py", "pipeline", "training/test_trainer.py",
     "tasks/test_tracker_server.py", "training/test_resume.py", "objective/test_benchmarks.py", "drafter/test_real_loaders.py",
     "data/test_endpoint.py", "evaluation/test_server.py", "target/test_fused.py", "target/test_sampling_kernel.py", "training/test_fused.py",
 )  # fmt: skip
-"""Modules that take long for the number of their tests: they begin first."""
+"""Modules, and folders of them, that take long for the number of their tests: they begin first."""
+SHARED = ("prefect_url", "interpreter: Forks", "tests.pipeline.")
+"""What modules have in common that each worker would make anew, by what they say of it: all those are for one worker."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long modules first."""
     ranks = {HERE / name: rank for rank, name in enumerate(LONG)}
-    items.sort(key=lambda item: ranks.get(item.path, len(LONG)))
+    items.sort(key=lambda item: ranks.get(item.path, ranks.get(item.path.parent, len(LONG))))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """A module is for one worker, and so are all modules with a process of the session's, which each of their workers would start."""
+    """A module is for one worker, and so are all modules that have something in common."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     texts = {path.relative_to(config.rootpath).as_posix(): path.read_text("utf-8") for path in HERE.rglob("test_*.py")}
-    groups = {name: fixture for name, text in texts.items() for fixture in ("prefect_url", "interpreter: Forks") if fixture in text}
+    groups = {name: shared for name, text in texts.items() for shared in SHARED if shared in text}
 
     class Dealer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
