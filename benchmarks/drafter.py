@@ -1,14 +1,14 @@
 """What a drafter of a configuration is worth: acceptance on each set of prompts, speed, and acceptance against the tokens trained on.
 
 python -m benchmarks.drafter --config configs/smollm2-135m.yaml
-python -m benchmarks.drafter --config configs/smollm2-135m.yaml --set evaluation.dtype=bfloat16            speed as it is served
+python -m benchmarks.drafter --config configs/smollm2-135m.yaml --set evaluation.served_prompts=null       speed on all prompts
 python -m benchmarks.drafter --config configs/smollm2-135m.yaml --set evaluation.device=cpu --set 'evaluation.block_sizes=[4, 8]'
 
 Reads what ``python -m dflash_core evaluate`` or ``dflashctl run`` has left for the same configuration and settings, and appends:
 
 tau.<set>                mean over requests of accepted tokens a round, plus one (greedy, one request at a time); the detail says how it was measured
-speedup.<gpu or cpu>     new tokens a second over those of the target alone, both with the same caches and graphs, on the set ``--speed-on``;
-                         ``.float32`` follows where that was the precision, as nobody serves in it
+speedup.<gpu or cpu>     new tokens a second over those of the target alone, both with the same caches and graphs, on the set ``--speed-on``, as it is
+                         served (``evaluation.served_dtype``); in float32 ``speedup.<gpu or cpu>.float32``, as nobody serves like that
 tau.trained              acceptance at the end of the training, where it was measured on the way, and in the detail at each evaluation by tokens
 drafter.train_s          seconds of the training's steps; like ``tau.trained`` only where the evaluation was on a device of the same type
 """
@@ -43,17 +43,20 @@ def record_sets(recorder: Recorder, found: EvaluationResult, sets: Collection[st
             "lossless": measured.lossless, "diverged": measured.diverged, "per_position": [round(share, 3) for share in acceptance.per_position],
         }  # fmt: skip
         recorder.add(f"tau.{name}", acceptance.mean_of_requests, "tokens", figures.prompts, how | detail)
-    if speed_on in sets:
-        figures = found.sets[speed_on].trained
-        blocks = {way.way.block_size: way.figures.speedup for way in found.ways if (way.way.batch_size, way.way.temperature) == (1, 0.0)}
+    for at in (found.served, found) if speed_on in sets else ():
+        if at is None:
+            continue
+        figures = at.sets[speed_on].trained
+        blocks = {way.way.block_size: way.figures.speedup for way in at.ways if (way.way.batch_size, way.way.temperature) == (1, 0.0)}
         detail = {
             "set": speed_on, "interval": _bounds(figures, "speedup"), "tok_s": round(figures.tokens_per_second, 1),
             "baseline_tok_s": round(figures.baseline_tokens_per_second, 1), "seconds": _rounded(figures.seconds.model_dump()),
-            "threads": found.threads if found.device == "cpu" else None,
+            "dtype": at.dtype, "acceptance_length": round(figures.acceptance.mean_of_requests, 3), "diverged": at.sets[speed_on].diverged,
+            "diverged_beyond_noise": at.sets[speed_on].diverged_beyond_noise, "threads": found.threads if found.device == "cpu" else None,
             "other_blocks_on_all_prompts": _rounded(blocks),
         }  # fmt: skip
         device = "gpu" if found.device.startswith("cuda") else "cpu"
-        precision = "" if found.dtype == "bfloat16" else f".{found.dtype}"
+        precision = "" if at.dtype == "bfloat16" else f".{at.dtype}"
         recorder.add(f"speedup.{device}{precision}", figures.speedup, "ratio", figures.prompts, how | detail)
 
 

@@ -26,7 +26,7 @@ from typing import NoReturn
 from dflash_core.checks import advice
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import DFlashError, InputError
-from dflash_core.evaluation import sets_table, ways_table
+from dflash_core.evaluation import served_table, sets_table, ways_table
 from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside
 from dflash_core.plan import STAGES, Plan
 from dflash_core.summary import write_summary
@@ -118,7 +118,7 @@ def _run(plan: Plan, names: tuple[str, ...], ranks: Ranks | None) -> dict[str, S
         print(f"{name}: {state}  {counts if name != 'evaluate' else ''}".rstrip(), flush=True)
         if name == "evaluate":
             found = evaluation_of(results[name].folder)
-            for rows in filter(None, (sets_table(found), ways_table(found))):
+            for rows in filter(None, (sets_table(found), served_table(found), ways_table(found))):
                 _print_rows(rows)
     return results
 

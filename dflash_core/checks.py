@@ -178,17 +178,16 @@ def _target_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Probl
 def _memory_problems(config: PipelineConfig, info: TargetInfo) -> Iterator[Problem]:
     """Keys and values that are larger than the memory of their devices even after prompts of no length."""
     evaluation, during = config.evaluation, config.training.evaluation
-    asked = [
-        (f"evaluation.batch_sizes.{index}", rows, rows, evaluation.max_new_tokens, evaluation.device)
+    size_of, positions = {"float32": 4, "bfloat16": 2}, info.max_position_embeddings
+    of_ways = size_of[config.served_dtype or evaluation.dtype]
+    sized: list[tuple[str, int, int, int, int, str]] = [
+        (f"evaluation.batch_sizes.{index}", rows, rows, min(evaluation.max_new_tokens, positions), of_ways, evaluation.device)
         for index, rows in enumerate(evaluation.batch_sizes)
     ]
     if during.every_steps:
-        asked.append(("training.evaluation.max_new_tokens", during.max_new_tokens, 1, during.max_new_tokens, config.training.evaluation_device))
-    sized = [
-        (field, value, rows, min(tokens, info.max_position_embeddings), 4 if evaluation.dtype == "float32" else 2, device)
-        for field, value, rows, tokens, device in asked
-    ]
-    data, itemsize = config.data, 4 if config.target.dtype == "float32" else 2
+        tokens, device = during.max_new_tokens, config.training.evaluation_device
+        sized.append(("training.evaluation.max_new_tokens", tokens, 1, min(tokens, positions), size_of[evaluation.dtype], device))
+    data, itemsize = config.data, size_of[config.target.dtype]
     generated = {"data.generation": data.generation.max_new_tokens} if data.regenerate != "never" and not data.generation.endpoints else {}
     generated |= {"data.drawn": data.drawn.max_new_tokens} if draws(config) else {}
     sized += [(f"{section}.max_new_tokens", tokens, 1, tokens, itemsize, config.target.device) for section, tokens in generated.items()]
@@ -254,6 +253,7 @@ def _advice_on_precision(config: PipelineConfig) -> list[str]:
             ("target.dtype", config.target.device, config.target.dtype),
             ("training.precision", config.training.devices[0], config.training.precision),
             ("evaluation.dtype", config.evaluation.device, config.evaluation.dtype),
+            ("evaluation.served_dtype", config.evaluation.device, config.served_dtype),
         )
         if "cpu" in devices_of(device) and dtype == "bfloat16"
     ]

@@ -256,6 +256,11 @@ class EvaluationConfig(Section):
     )
     max_new_tokens: PositiveInt = Field(128, description="Longest response, in tokens.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of decoding; losslessness is exact in float32.")
+    served_dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
+        "auto",
+        description="Precision of serving, in which speed is measured too where dtype is another; auto: target.dtype on CUDA. null: not measured.",
+    )
+    served_prompts: PositiveInt | None = Field(32, description="First prompts of each set that are decoded in served_dtype; null: all of them.")
     device: SpreadDevice = Field("cpu", description="Device of decoding; several joined by + share the target's layers.")
     block_size: int | None = Field(None, ge=2, description="Block size of decoding, at most the trained one. Default: the trained one.")
     batch_sizes: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = Field(
@@ -310,6 +315,14 @@ class PipelineConfig(Section):
     def rows_per_step(self) -> int:
         """Rows of one optimiser step over all replicas."""
         return len(self.training.devices) * self.training.accumulation_steps * self.training.rows_per_microstep
+
+    @property
+    def served_dtype(self) -> Literal["float32", "bfloat16"] | None:
+        """The precision, other than its own, in which the evaluation measures speed as well; None where there is none."""
+        evaluation, asked = self.evaluation, self.evaluation.served_dtype
+        if asked == "auto":
+            asked = None if "cpu" in devices_of(evaluation.device) else self.target.dtype
+        return None if asked == evaluation.dtype else asked
 
     @property
     def target_devices(self) -> tuple[str, ...]:

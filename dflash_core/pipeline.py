@@ -20,6 +20,7 @@ from dflash_core.runners import RUNNERS, features_of, in_store, judge_of, make_m
 from dflash_core.runners import drafter_folder as drafter_folder
 from dflash_core.runners import evaluation_of as evaluation_of
 from dflash_core.runners import evaluation_prompts as evaluation_prompts
+from dflash_core.runners import measure_drafter as measure_drafter
 from dflash_core.runners import planned_steps as planned_steps
 from dflash_core.runners import shard_job as shard_job
 from dflash_core.stages import (

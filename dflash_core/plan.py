@@ -10,6 +10,7 @@ the old setting finds the old results.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,10 @@ class Plan:
     def target_models(self, dtype: str, devices: Sequence[str]) -> list[TargetModel]:
         """The target loaded on some devices; those that other stages left elsewhere or in another precision are let go."""
         wanted = [(getattr(torch, dtype), device) for device in devices]
-        self._targets = {key: model for key, model in self._targets.items() if key in wanted}
+        kept = {key: model for key, model in self._targets.items() if key in wanted}
+        if len(kept) < len(self._targets):
+            self._targets = kept
+            gc.collect()  # decoders hold it, and themselves, until then
         for precision, device in wanted:
             if (precision, device) not in self._targets:
                 trusted = self.config.target.trust_remote_code
@@ -290,7 +294,10 @@ class Plan:
 
     def _evaluate_depends_on(self) -> dict[str, Any]:
         files = {item.name: self._digest_of_input(item.path) for item in self.config.evaluation.sets if item.path is not None}
-        depends = {"train": self.key("train"), "evaluation": self.config.evaluation.model_dump(mode="json"), "files": files}
+        settings = self.config.evaluation.model_dump(mode="json", exclude={"served_dtype", "served_prompts"})
+        depends: dict[str, Any] = {"train": self.key("train"), "evaluation": settings, "files": files}
+        if (served := self.config.served_dtype) is not None:
+            depends["served"] = [served, self.config.evaluation.served_prompts]
         if self.config.training.evaluation.every_steps:
             depends["keep"] = self.config.training.keep  # of the weights that training left
         return depends

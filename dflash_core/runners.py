@@ -20,7 +20,17 @@ from dflash_core.data import SampleTable, build_responses, write_samples
 from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
-from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, HeldoutJudge, evaluate_drafter, heldout_prompts, set_prompts, sets_table
+from dflash_core.evaluation import (
+    EvaluationPrompt,
+    EvaluationResult,
+    HeldoutJudge,
+    InPrecision,
+    evaluate_drafter,
+    heldout_prompts,
+    measure_served,
+    set_prompts,
+    sets_table,
+)
 from dflash_core.feed import LiveSamples, pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
 from dflash_core.shards import ShardCard, ShardDataset, expected_of, extract
@@ -89,6 +99,17 @@ def evaluation_prompts(plan: Plan, progress: Progress = no_progress) -> list[Eva
                 config, item, plan.info, tokenizer, lambda: plan.target_model(evaluation.dtype, evaluation.device), folder, progress
             )
     return prompts
+
+
+def measure_drafter(
+    plan: Plan, drafter: DFlashDrafter, folder: Path, *, untrained: DFlashDrafter | None = None, progress: Progress = no_progress
+) -> EvaluationResult:
+    """Decode the prompts of a plan with a drafter, as it is served and then as it is proven lossless, with one target at a time in memory."""
+    config, evaluation, prompts, served = plan.config, plan.config.evaluation, evaluation_prompts(plan, progress), None
+    if precision := config.served_dtype:
+        served = measure_served(config, plan.target_model(precision, evaluation.device), drafter, prompts, folder, progress=progress)
+    target = plan.target_model(evaluation.dtype, evaluation.device)
+    return evaluate_drafter(config, target, drafter, prompts, folder, untrained=untrained, served=served, progress=progress)
 
 
 def drafter_folder(folder: Path) -> Path:
@@ -228,18 +249,9 @@ def run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSi
 
 
 def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
-    evaluation = plan.config.evaluation
-    untrained = initial_drafter(plan.config, drafter_config_of(plan), plan.info) if evaluation.untrained_prompts != 0 else None
-    result = evaluate_drafter(
-        plan.config,
-        plan.target_model(evaluation.dtype, evaluation.device),
-        trained_drafter(plan),
-        evaluation_prompts(plan, progress),
-        folder,
-        untrained=untrained,
-        progress=progress,
-    )
-    return result.metrics()
+    compares = plan.config.evaluation.untrained_prompts != 0
+    untrained = initial_drafter(plan.config, drafter_config_of(plan), plan.info) if compares else None
+    return measure_drafter(plan, trained_drafter(plan), folder, untrained=untrained, progress=progress).metrics()
 
 
 def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
@@ -296,7 +308,7 @@ def trained_drafter(plan: Plan) -> DFlashDrafter:
 def _card_facts(plan: Plan) -> dict[str, object]:
     config, samples = plan.config, plan.stage("samples").manifest
     figures = evaluation_of(plan.folder("evaluate"))
-    trained = figures.trained
+    trained, served = figures.trained, figures.as_served
     return {
         "training data": f"{samples.counts['train']} conversations, {samples.counts['train_supervised']:,} response tokens" if samples else "",
         "digest of the data": f"`{plan.key('samples')}`",
@@ -304,9 +316,18 @@ def _card_facts(plan: Plan) -> dict[str, object]:
         "evaluated on": f"{figures.prompts} prompts, greedy, {figures.max_new_tokens} new tokens at most, {figures.dtype}, {figures.device}",
         "lossless": f"{figures.lossless:.1%} of the prompts",
         "acceptance length": f"{trained.acceptance.mean_of_requests:.2f} (mean of requests), {trained.acceptance.pooled:.2f} (pooled)",
-        "speed": f"{trained.speedup:.2f} times the target alone, same code and caches",
-        **{f"on {row['set']}": f"acceptance length {row['acceptance length']}, speed {row['speed-up']}" for row in sets_table(figures)},
+        **({f"in {served.dtype}": _as_served(served)} if figures.served else {}),
+        "speed": f"{served.trained.speedup:.2f} times the target alone in {served.dtype}, same code and caches",
+        **{
+            f"on {row['set']}": f"acceptance length {row['acceptance length']}, speed {row[f'speed-up, {served.dtype}']}"
+            for row in sets_table(figures)
+        },
     }
+
+
+def _as_served(served: InPrecision) -> str:
+    parted = f"{served.diverged} of {served.prompts} texts part from the target's own, {served.diverged_beyond_noise} beyond the noise of rounding"
+    return f"acceptance length {served.trained.acceptance.mean_of_requests:.2f}, {parted}"
 
 
 RUNNERS = {

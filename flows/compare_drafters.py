@@ -49,7 +49,7 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
         (comparison.first_name, comparison.first_lossless, comparison.first_speedup),
         (comparison.second_name, comparison.second_lossless, comparison.second_speedup),
     ):
-        console.print(f"{name}: lossless on {lossless:.1%} of the prompts, {speedup:.2f}× the target alone")
+        console.print(f"{name}: lossless on {lossless:.1%} of the prompts, {speedup:.2f}× the target alone in {comparison.speed_dtype}")
     if comparison.overall.needed is not None:
         console.print(f"A difference like this would show from about {comparison.overall.needed} conversations of this kind on.")
     if to is not None:

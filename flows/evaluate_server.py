@@ -78,7 +78,7 @@ def _show(result: ServerComparison) -> None:
     drafted, alone, ours = result.drafted, result.alone, result.ours or {}
     acceptance = drafted.acceptance
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", drafted.engine or "server", "without drafter", "here"):
+    for heading in ("", drafted.engine or "server", "without drafter", f"here, {result.ours_dtype}" if result.ours_dtype else "here"):
         table.add_column(heading, justify="right" if heading else "left")
     speeds = [drafted.tokens_per_second, alone.tokens_per_second if alone else None, ours.get("tokens_per_second")]
     rows: list[tuple[str, list[float | None]]] = [

@@ -13,7 +13,7 @@ from rich.table import Table
 from dflash_core.config import load_config
 from dflash_core.drafter import verify_export
 from dflash_core.errors import DFlashError, InputError, Problem
-from dflash_core.evaluation import EvaluationResult, sets_table, ways_table
+from dflash_core.evaluation import EvaluationResult, served_table, sets_table, ways_table
 from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.plan import Plan
 from flows.console import console_watcher
@@ -88,12 +88,15 @@ def export(path: Path, overrides: Sequence[str], to: Path | None) -> Path:
 def print_evaluation(result: EvaluationResult) -> None:
     """Print losslessness, acceptance and speed."""
     console = Console(highlight=False)
-    for rows in filter(None, (acceptance_table(result), sets_table(result), ways_table(result))):
+    for rows in filter(None, (acceptance_table(result), sets_table(result), served_table(result), ways_table(result))):
         print_rows(console, rows)
-    trained = result.trained
+    served = result.as_served
+    trained = served.trained
     beyond = f", {result.diverged_beyond_noise} beyond the noise of rounding" if result.diverged else ""
     console.print(f"lossless on {result.lossless:.1%} of {result.prompts} prompts ({result.diverged} diverged{beyond})")
-    console.print(f"{trained.tokens_per_second:,.1f} tokens/s, {trained.baseline_tokens_per_second:,.1f} without the drafter: {trained.speedup:.2f}×")
+    speed = f"{trained.tokens_per_second:,.1f} tokens/s, {trained.baseline_tokens_per_second:,.1f} without the drafter: {trained.speedup:.2f}×"
+    proof = f" ({result.trained.speedup:.2f}× in {result.dtype})" if result.served else ""
+    console.print(f"{speed} in {served.dtype}{proof}")
 
 
 def print_rows(console: Console, rows: Sequence[Mapping[str, str]]) -> None:

@@ -11,12 +11,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from dflash_core import evaluation as core
+from dflash_core import pipeline
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import load_checkpoint, target_problems
 from dflash_core.drafter.checkpoint import read_drafter_config
 from dflash_core.errors import CheckpointError, InputError, Problem
 from dflash_core.evaluation import EvaluationResult, weights_digest
-from dflash_core.pipeline import StageResult, evaluation_of, evaluation_prompts
+from dflash_core.pipeline import StageResult, evaluation_of
 from dflash_core.plan import Plan
 from dflash_core.stages import Progress, Stopwatch
 from tasks.progress import duration
@@ -59,10 +60,9 @@ def evaluate_folder(plan: Plan, folder: Path, progress: Progress) -> Path:
         CheckpointError: the folder holds no drafter, or one for another target.
     """
     require_drafter(plan, folder)
-    drafter, evaluation = load_checkpoint(folder), plan.config.evaluation
+    drafter = load_checkpoint(folder)
     destination = plan.run_folder / "evaluations" / weights_digest(drafter)[:12]
-    prompts = evaluation_prompts(plan, progress)
-    core.evaluate_drafter(plan.config, plan.target_model(evaluation.dtype, evaluation.device), drafter, prompts, destination, progress=progress)
+    pipeline.measure_drafter(plan, drafter, destination, progress=progress)
     return destination
 
 
@@ -101,6 +101,8 @@ def _record(run: Run, stage: StageRecord, folder: Path) -> None:
     run.tracker.log_metrics(evaluation.metrics())  # of the parent too: it is what runs are compared by
     publish(lambda: create_table_artifact(acceptance_table(evaluation), key="acceptance", description="Acceptance of the drafter"))
     publish(lambda: create_table_artifact(core.sets_table(evaluation), key="evaluation-sets", description="Every set, with 95 % intervals"))
+    if served := core.served_table(evaluation):
+        publish(lambda: create_table_artifact(served, key="evaluation-served", description="Every set in the precision of serving"))
     if ways := core.ways_table(evaluation):
         publish(lambda: create_table_artifact(ways, key="evaluation-ways", description="Every way of decoding, with 95 % intervals"))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from dflash_core.pipeline import StageResult, drafter_folder
+from dflash_core.pipeline import StageResult, drafter_folder, evaluation_of
 from tasks.origin import git_tags
 from tasks.registry import Exported
 from tasks.run import Run, resumable
@@ -31,6 +31,7 @@ def exported(run: Run, result: StageResult) -> Exported:
     config, info = run.plan.config, run.plan.info
     folder = drafter_folder(result.folder)
     measured = run.results["evaluate"].manifest.counts
+    served = evaluation_of(run.results["evaluate"].folder).as_served
     samples = json.loads((run.results["samples"].folder / "card.json").read_text(encoding="utf-8"))
     tags = {
         "target": info.name,
@@ -40,6 +41,7 @@ def exported(run: Run, result: StageResult) -> Exported:
         "git.commit": git_tags().get("mlflow.source.git.commit"),
         "config.digest": config.digest,
         **{name: measured[name] for name in ("lossless", "acceptance_length", "acceptance_length_pooled", "speedup")},
+        "speedup.dtype": served.dtype,
     }
     return Exported(
         target=config.target.model,

@@ -10,7 +10,7 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.config import PipelineConfig
-from dflash_core.evaluation import EvaluationResult, sets_table
+from dflash_core.evaluation import EvaluationResult, served_table, sets_table
 from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of
@@ -126,7 +126,7 @@ def in_markdown(summary: Mapping[str, Any], evaluation: EvaluationResult, links:
         f"| lossless | {summary['lossless']:.1%} of prompts |",
         f"| acceptance length | {length['mean_of_requests']:.3f} (mean of requests), {length['pooled']:.3f} (pooled) |",
         f"| untrained | {'not measured' if untrained is None else format(untrained, '.3f')} |",
-        f"| speed-up | {summary['speedup']:.2f}× |",
+        f"| speed-up | {summary['speedup']:.2f}× in {evaluation.as_served.dtype} |",
         f"| decoding | {speed['decoding']:,.1f} tokens/s, {speed['decoding_without_drafter']:,.1f} without the drafter |",
         f"| training | {speed['training']:,.0f} tokens/s |",
         f"| drafter | `{summary['export_path']}` |",
@@ -135,6 +135,7 @@ def in_markdown(summary: Mapping[str, Any], evaluation: EvaluationResult, links:
         "",
         *table_in_markdown(sets_table(evaluation)),
         "",
+        *([*table_in_markdown(served), ""] if (served := served_table(evaluation)) else []),
         "| stage | seconds | |",
         "|---|---:|---|",
     ]

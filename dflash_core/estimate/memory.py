@@ -86,13 +86,16 @@ class Sizes:
         return weights + room.cache_bytes(self.info, self.drafter, element, drafters=drafters) + logits + prompts
 
     def evaluation(self, longest_prompt: int) -> Ledger:
-        """Of the stage 'evaluate', at its largest, with two drafters where the untrained one is measured."""
-        settings = self.config.evaluation
-        block = settings.block_size or self.config.drafter.block_size
-        drafters = 1 if settings.untrained_prompts == 0 else 2
-        rooms = [Room(1, longest_prompt, settings.max_new_tokens, block)]
-        rooms += [Room(way.batch_size, longest_prompt, settings.max_new_tokens, way.block_size) for way in further_ways(settings, block)]
-        return Ledger().add(settings.device, "decoding", max(self.decoding(room, settings.dtype, drafters=drafters) for room in rooms))
+        """Of the stage 'evaluate', at its largest, with two drafters where the untrained one is measured; the precisions come one after the other."""
+        settings, served = self.config.evaluation, self.config.served_dtype
+        block, drafters = settings.block_size or self.config.drafter.block_size, 1 if settings.untrained_prompts == 0 else 2
+        usual = Room(1, longest_prompt, settings.max_new_tokens, block)
+        rooms = [usual, *(Room(way.batch_size, longest_prompt, settings.max_new_tokens, way.block_size) for way in further_ways(settings, block))]
+        if served:
+            sizes = [self.decoding(usual, settings.dtype, drafters=drafters), *(self.decoding(room, served, drafters=1) for room in rooms)]
+        else:
+            sizes = [self.decoding(room, settings.dtype, drafters=drafters) for room in rooms]
+        return Ledger().add(settings.device, "decoding", max(sizes))
 
     def responses(self, longest_prompt: int) -> Ledger:
         """Of the stage 'responses': the target, and keys and values of as many rows as generate together."""

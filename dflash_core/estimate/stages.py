@@ -160,23 +160,32 @@ class _Work:
         return Estimate(made, disk, self._training, seconds)
 
     def evaluate(self) -> Estimate:
-        settings = self._config.evaluation
+        settings, served = self._config.evaluation, self._config.served_dtype
         sizes = [min(settings.num_prompts, self._amounts.heldout), *(rows_of(item) for item in settings.sets)]
-        prompts, before = sum(sizes), settings.untrained_prompts
-        compared = sum(size if before is None else min(before, size) for size in sizes)
+        prompts = sum(sizes)
+        compared, in_served = (
+            sum(size if most is None else min(most, size) for size in sizes) for most in (settings.untrained_prompts, settings.served_prompts)
+        )
         block = settings.block_size or self._config.drafter.block_size
         ways = further_ways(settings, block)
-        # for each way of decoding: the target alone, and with the drafter in fewer passes over more tokens
-        alone, drafted = self._pass(1, settings.dtype), self._pass(block, settings.dtype) / _ACCEPTANCE_LENGTH
-        seconds = prompts * (alone + drafted) + compared * self._pass(block, settings.dtype)
-        for way in ways:
-            drafted = self._pass(way.batch_size * way.block_size, settings.dtype) / _ACCEPTANCE_LENGTH
-            seconds += prompts / way.batch_size * (self._pass(way.batch_size, settings.dtype) + drafted)
+        seconds = prompts * self._decoded(1, block, settings.dtype) + compared * self._pass(block, settings.dtype)
+        made = f"{prompts} prompts"
+        if served:  # where most texts part from the target's own, which is then scored again
+            seconds += in_served * (self._decoded(1, block, served) + self._pass(1, served))
+            made += f", {in_served} in {served}"
+        seconds += sum(
+            (in_served if served else prompts) / way.batch_size * self._decoded(way.batch_size, way.block_size, served or settings.dtype)
+            for way in ways
+        )
         return Estimate(
-            f"{prompts} prompts" + (f", {1 + len(ways)} ways of decoding" if ways else ""), 10**6,
+            made + (f", {1 + len(ways)} ways of decoding" if ways else ""), 10**6,
             self._sizes.evaluation(self._amounts.longest_prompt).needed(),
-            seconds * min(settings.max_new_tokens, self._config.data.max_length) + _LOADING_S,
+            seconds * min(settings.max_new_tokens, self._config.data.max_length) + _LOADING_S * (2 if served else 1),
         )  # fmt: skip
+
+    def _decoded(self, rows: int, block: int, dtype: str) -> float:
+        """Seconds for a token of so many requests: by the target alone, and with the drafter in fewer passes over more tokens."""
+        return self._pass(rows, dtype) + self._pass(rows * block, dtype) / _ACCEPTANCE_LENGTH
 
     def _pass(self, tokens: int, dtype: str) -> float:
         """Seconds of a pass of the target that decodes so many tokens."""

@@ -2,12 +2,12 @@
 
 from dflash_core.evaluation.compare import Comparison, Pair, Paired, compare, compare_with_untrained, paired
 from dflash_core.evaluation.during import HeldoutJudge
-from dflash_core.evaluation.evaluate import evaluate_drafter, weights_digest
+from dflash_core.evaluation.evaluate import evaluate_drafter, measure_served, weights_digest
 from dflash_core.evaluation.lossless import Divergence, find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt, heldout_prompts, set_prompts
 from dflash_core.evaluation.records import PromptRecord, read_records
-from dflash_core.evaluation.result import EvaluationResult, Figures, Measured, PromptFigures
-from dflash_core.evaluation.tables import comparison_table, sets_table, ways_table
+from dflash_core.evaluation.result import EvaluationResult, Figures, InPrecision, Measured, PromptFigures
+from dflash_core.evaluation.tables import comparison_table, served_table, sets_table, ways_table
 
 __all__ = [
     "Comparison",
@@ -16,6 +16,7 @@ __all__ = [
     "EvaluationResult",
     "Figures",
     "HeldoutJudge",
+    "InPrecision",
     "Measured",
     "Pair",
     "Paired",
@@ -27,8 +28,10 @@ __all__ = [
     "evaluate_drafter",
     "find_divergence",
     "heldout_prompts",
+    "measure_served",
     "paired",
     "read_records",
+    "served_table",
     "set_prompts",
     "sets_table",
     "ways_table",

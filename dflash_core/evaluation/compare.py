@@ -90,7 +90,7 @@ class Comparison(_Frozen):
 
     first_name, second_name: what they are called in tables
     first_lossless, …:       share of prompts whose text is the target's own; None where it was not asked
-    first_speedup, …:        over the target alone, each measured in its own evaluation
+    first_speedup, …:        over the target alone, each measured in its own evaluation, in the precision ``speed_dtype``
     overall, sets:           on all prompts, and on each set
     """
 
@@ -100,13 +100,14 @@ class Comparison(_Frozen):
     second_lossless: float
     first_speedup: float
     second_speedup: float
+    speed_dtype: str
     overall: Paired
     sets: dict[str, Paired]
     rows: tuple[ComparedPrompt, ...]
 
 
 def compare(first: EvaluationResult, second: EvaluationResult, first_name: str = "first", second_name: str = "second") -> Comparison:
-    """Compare two evaluations of the same prompts.
+    """Compare two evaluations of the same prompts. Speed is that of serving where both were measured in the same precision of serving.
 
     Raises:
         InputError: they differ in the target, the prompts or the settings, which the message names; or no prompt has a round.
@@ -123,7 +124,11 @@ def compare(first: EvaluationResult, second: EvaluationResult, first_name: str =
     if not _drafted(pairs):
         message = "on none of its prompts a block was drafted"
         raise InputError("comparison", [Problem("evaluation.max_new_tokens", first.max_new_tokens, message, "Raise it")])
-    return _comparison(pairs, first_name, second_name, (first.lossless, second.lossless), (first.trained.speedup, second.trained.speedup))
+    one, other = first.as_served, second.as_served
+    if one.dtype != other.dtype:  # one of them is of before speed was measured as it is served
+        one, other = first, second
+    speedups = (one.trained.speedup, other.trained.speedup)
+    return _comparison(pairs, first_name, second_name, (first.lossless, second.lossless), speedups, one.dtype)
 
 
 def compare_with_untrained(evaluation: EvaluationResult, first_name: str, second_name: str) -> Comparison | None:
@@ -131,11 +136,12 @@ def compare_with_untrained(evaluation: EvaluationResult, first_name: str, second
     pairs = [Pair((row.set, row.conversation), row.id, row.acceptance_length_untrained, row.acceptance_length) for row in evaluation.rows]
     if evaluation.untrained is None or not _drafted(pairs):
         return None
-    return _comparison(pairs, first_name, second_name, (None, evaluation.lossless), (evaluation.untrained.speedup, evaluation.trained.speedup))
+    speedups = (evaluation.untrained.speedup, evaluation.trained.speedup)
+    return _comparison(pairs, first_name, second_name, (None, evaluation.lossless), speedups, evaluation.dtype)
 
 
 def _comparison(
-    pairs: Sequence[Pair], first_name: str, second_name: str, lossless: tuple[float | None, float], speedups: tuple[float, float]
+    pairs: Sequence[Pair], first_name: str, second_name: str, lossless: tuple[float | None, float], speedups: tuple[float, float], speed_dtype: str
 ) -> Comparison:
     usable = _drafted(pairs)
     names = dict.fromkeys(pair.place[0] for pair, _, _ in usable)
@@ -146,6 +152,7 @@ def _comparison(
         second_lossless=lossless[1],
         first_speedup=speedups[0],
         second_speedup=speedups[1],
+        speed_dtype=speed_dtype,
         overall=paired(pairs),
         sets={name: paired([pair for pair in pairs if pair.place[0] == name]) for name in names},
         rows=tuple(ComparedPrompt(set=pair.place[0], id=pair.id, first=one, second=other) for pair, one, other in usable),

@@ -1,6 +1,7 @@
 """A drafter judged the way it will be used: real draft–verify decoding of held-out prompts and of sets, beside the target alone.
 
-    result = evaluate_drafter(config, target, drafter, prompts, folder, untrained=drafter_before_training)
+    served = measure_served(config, target_in_bfloat16, drafter, prompts, folder)
+    result = evaluate_drafter(config, target, drafter, prompts, folder, untrained=drafter_before_training, served=served)
 
 Every prompt is decoded by the target alone and then with the drafter, one after the other, so that whatever slows the machine down slows
 both; both are the same loop with the same caches. The first prompts of each set are also decoded with the drafter as it was before training: what
@@ -29,7 +30,7 @@ from dflash_core.evaluation.fit import fits
 from dflash_core.evaluation.lossless import find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt
 from dflash_core.evaluation.records import PromptRecord, append_record, read_records
-from dflash_core.evaluation.result import EvaluationResult, measured, prompt_figures
+from dflash_core.evaluation.result import EvaluationResult, InPrecision, in_precision
 from dflash_core.evaluation.ways import further_ways, measure_ways, require_room_of_ways
 from dflash_core.stages import Progress, no_progress, write_json_atomic
 from dflash_core.target import TargetModel
@@ -46,6 +47,7 @@ def evaluate_drafter(
     folder: Path,
     *,
     untrained: DFlashDrafter | None = None,
+    served: InPrecision | None = None,
     progress: Progress = no_progress,
 ) -> EvaluationResult:
     """Decode prompts greedily and sum up, set by set and over all; then in the further ways that the settings ask for (``ways.py``).
@@ -56,12 +58,54 @@ def evaluate_drafter(
     Args:
         target: decodes in its own precision on its own device; copies of the drafters follow it.
         untrained: a drafter as it was before training, decoded on the first ``evaluation.untrained_prompts`` prompts of each set.
+        served: what ``measure_served`` has found of the drafter, with the further ways, which are then not measured here.
 
     Raises:
         DataError: there is no prompt.
         InputError: ``evaluation.block_size`` or one of ``block_sizes`` is not one that the drafter can draft, a prompt leaves no room in the
             target's positions, or so many requests do not fit into the memory of the target's device.
     """
+    bench, digest, found = _decode(config, target, drafter, prompts, folder, untrained, progress, "prompts", with_ways=served is None)
+    result = EvaluationResult(
+        target=target.info.name,
+        target_digest=target.info.digest,
+        drafter_digest=bench.drafter_digest,
+        prompts_digest=digest,
+        device=str(target.device),
+        threads=torch.get_num_threads(),
+        block_size=bench.room.block_size,
+        max_new_tokens=bench.room.max_new_tokens,
+        temperature=0.0,
+        **dict(found),
+        served=served,
+    )
+    write_json_atomic(folder / RESULT, result.model_dump(mode="json"))
+    return result
+
+
+def measure_served(
+    config: PipelineConfig,
+    target: TargetModel,
+    drafter: DFlashDrafter,
+    prompts: Sequence[EvaluationPrompt],
+    folder: Path,
+    *,
+    progress: Progress = no_progress,
+) -> InPrecision:
+    """Decode the first ``evaluation.served_prompts`` prompts of each set in the precision of serving: how fast is it there, and what is accepted?
+
+    Args, errors and resuming are those of ``evaluate_drafter``, whose records these stand among; ``target`` is in the precision of serving.
+    """
+    chosen = sorted(_first_of_each_set(prompts, config.evaluation.served_prompts))
+    unit = f"prompts in {name_of(target.dtype)}"
+    return _decode(config, target, drafter, [prompts[index] for index in chosen], folder, None, progress, unit, with_ways=True)[2]
+
+
+def _decode(
+    config: PipelineConfig, target: TargetModel, drafter: DFlashDrafter, prompts: Sequence[EvaluationPrompt], folder: Path,
+    untrained: DFlashDrafter | None, progress: Progress, unit: str, *, with_ways: bool,
+) -> tuple[_Bench, str, InPrecision]:  # fmt: skip
+    """Decode what there are no records of yet. Returns what it was measured with, the digest of the prompts, and the figures."""
     settings = config.evaluation
     if not prompts:
         remedy = "Raise data.heldout_fraction or give more prompts"
@@ -71,7 +115,7 @@ def evaluate_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     longest = max(len(prompt.tokens) for prompt in prompts)
     room = Room(1, longest, settings.max_new_tokens, settings.block_size or drafter.config.block_size)
-    ways = further_ways(settings, room.block_size)
+    ways = further_ways(settings, room.block_size) if with_ways else []
     require_room_of_ways(ways, target, drafter.config, prompts, settings.max_new_tokens)
     with fits(target, room, drafter.config, "evaluation.max_new_tokens", settings.max_new_tokens, drafters=2 if untrained is not None else 1):
         bench = _Bench(target, drafter, untrained, room, graphs=settings.cuda_graphs)
@@ -82,19 +126,17 @@ def evaluate_drafter(
     if missing:
         bench.warm_up(prompts[missing[0]])
     for done, index in enumerate(missing, start=len(prompts) - len(missing)):
-        progress(done, len(prompts), "prompts")
+        progress(done, len(prompts), unit)
         record = bench.measure(prompts[index], with_untrained=index in compared)
         append_record(path, record)
         records[record.key] = record
-    progress(len(prompts), len(prompts), "prompts")
+    progress(len(prompts), len(prompts), unit)
     digest = digest_of([asdict(prompt) for prompt in prompts])
     measured = measure_ways(
         ways, target, bench.drafter, prompts, settings.max_new_tokens, folder,
         key=digest_of([bench.measured, digest]), graphs=settings.cuda_graphs is not False, progress=progress,
     )  # fmt: skip
-    result = bench.sum_up([records[key] for key in keys], digest).model_copy(update={"ways": measured})
-    write_json_atomic(folder / RESULT, result.model_dump(mode="json"))
-    return result
+    return bench, digest, in_precision([records[key] for key in keys], room.block_size, name_of(target.dtype), measured)
 
 
 def _first_of_each_set(prompts: Sequence[EvaluationPrompt], count: int | None) -> set[int]:
@@ -109,10 +151,10 @@ def _first_of_each_set(prompts: Sequence[EvaluationPrompt], count: int | None) -
 
 
 class _Bench:
-    """The target and the drafters, ready to answer prompts and to sum up what they took."""
+    """The target and the drafters, ready to answer prompts."""
 
     def __init__(self, target: TargetModel, drafter: DFlashDrafter, untrained: DFlashDrafter | None, room: Room, *, graphs: bool | Literal["auto"]):
-        self._target, self._room = target, room
+        self._target, self.room = target, room
         self._models = {"trained": _decoding_copy(drafter, target)}
         if untrained is not None:
             self._models["untrained"] = _decoding_copy(untrained, target)
@@ -122,8 +164,8 @@ class _Bench:
             raise InputError("evaluation", [Problem("evaluation.cuda_graphs", True, message, "Set it to auto, or evaluation.device to cuda")])
         self._decoders: dict[str | None, Decoder] = {}
         digests = {name: weights_digest(model) for name, model in self._models.items()}
-        self._drafter_digest = digests["trained"]
-        measured = [target.info.digest, self._drafter_digest, digests.get("untrained"), room.block_size, room.max_new_tokens]
+        self.drafter_digest = digests["trained"]
+        measured = [target.info.digest, self.drafter_digest, digests.get("untrained"), room.block_size, room.max_new_tokens]
         self.measured = [*measured, str(target.dtype), str(target.device), self._verifier.graphs]
         self.drafter = self._models["trained"]
         self.compares = untrained is not None
@@ -135,7 +177,7 @@ class _Bench:
     def warm_up(self, prompt: EvaluationPrompt) -> None:
         """First calls allocate, choose kernels and capture graphs; their time is nobody's."""
         for model in (None, *self._models):
-            self._answer(model, prompt, most=2 * self._room.block_size)
+            self._answer(model, prompt, most=2 * self.room.block_size)
 
     def measure(self, prompt: EvaluationPrompt, *, with_untrained: bool) -> PromptRecord:
         """Answer one prompt in every way, one after the other."""
@@ -143,7 +185,7 @@ class _Bench:
         baseline = self._answer(None, prompt)
         trained = self._answer("trained", prompt)
         untrained = self._answer("untrained", prompt) if with_untrained and self.compares else None
-        divergence = find_divergence(self._verifier, prompt_ids, baseline.tokens, trained.tokens, self._room.block_size)
+        divergence = find_divergence(self._verifier, prompt_ids, baseline.tokens, trained.tokens, self.room.block_size)
         exact = self._target.dtype == torch.float32
         return PromptRecord(
             key=self.key(prompt),
@@ -158,32 +200,17 @@ class _Bench:
             lossless=divergence is None or not (exact or divergence.beyond_noise),
         )
 
-    def sum_up(self, records: list[PromptRecord], prompts_digest: str) -> EvaluationResult:
-        """The figures of all records."""
-        target, block_size = self._target, self._room.block_size
-        sets = dict.fromkeys(record.set for record in records)
-        return EvaluationResult(
-            target=target.info.name,
-            target_digest=target.info.digest,
-            drafter_digest=self._drafter_digest,
-            prompts_digest=prompts_digest,
-            dtype=str(target.dtype).removeprefix("torch."),
-            device=str(target.device),
-            threads=torch.get_num_threads(),
-            block_size=block_size,
-            max_new_tokens=self._room.max_new_tokens,
-            temperature=0.0,
-            **dict(measured(records, block_size)),
-            sets={name: measured([record for record in records if record.set == name], block_size) for name in sets},
-            rows=tuple(prompt_figures(record, block_size) for record in records),
-        )
-
     def _answer(self, model: str | None, prompt: EvaluationPrompt, most: int | None = None) -> Generation:
         """By the target alone, or with one of the drafters."""
         if model not in self._decoders:
             drafter = None if model is None else self._models[model]
-            self._decoders[model] = open_decoder(self._target, drafter, self._verifier, self._room, stop_ids=self._target.info.eos_token_ids)
+            self._decoders[model] = open_decoder(self._target, drafter, self._verifier, self.room, stop_ids=self._target.info.eos_token_ids)
         return self._decoders[model].generate([prompt.tokens], most=most)[0]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As settings and results name a precision."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _decoding_copy(drafter: DFlashDrafter, target: TargetModel) -> DFlashDrafter:

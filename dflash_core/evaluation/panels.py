@@ -130,11 +130,11 @@ def _dots(axes: Any, rows: Mapping[str, tuple[float, Interval | None]], spelled:
 
 
 def draw_time(axes: Any, result: EvaluationResult) -> None:
-    """Milliseconds per new token and where they go, the target alone against the target with the drafter."""
-    trained = result.trained
+    """Milliseconds per new token and where they go, as it is served, the target alone against the target with the drafter."""
+    trained = result.as_served.trained
     baseline_tokens = trained.baseline_tokens_per_second * trained.baseline_seconds.total
     rows = [("with drafter", trained.seconds, trained.tokens), ("target alone", trained.baseline_seconds, baseline_tokens)]
-    _style(axes, "Time per new token", f"milliseconds ({result.dtype}, {_where(result)})", "")
+    _style(axes, "Time per new token", f"milliseconds ({result.as_served.dtype}, {_where(result)})", "")
     axes.grid(axis="x", color=LIGHT, linewidth=0.8)
     axes.grid(visible=False, axis="y")
     for place, (_, seconds, tokens) in enumerate(rows):
@@ -143,7 +143,7 @@ def draw_time(axes: Any, result: EvaluationResult) -> None:
             milliseconds = 1e3 * value / tokens
             axes.barh(place, milliseconds, left=left, color=colour, height=0.5, label=stage if place == 0 else None)
             left += milliseconds
-        axes.annotate(f"{left:.0f} ms", (left, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+        axes.annotate(f"{left:.3g} ms", (left, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.margins(x=0.16)
     axes.set_ylim(-0.5, len(rows) - 0.05)

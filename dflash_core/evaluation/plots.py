@@ -110,7 +110,7 @@ def report_figure(metrics: Metrics, result: EvaluationResult) -> Figure:
 
 
 def _draw_heading(figure: Any, result: EvaluationResult) -> None:
-    trained = result.trained
+    trained, served = result.trained, result.as_served.trained
     figure.text(0.022, 0.86, f"DFlash drafter for {result.target}", fontsize=16, fontweight="bold", color=INK, va="center")
     of_sets = f" of {len(result.sets)} sets" if len(result.sets) > 1 else ", held out"
     how = f"greedy, {result.prompts} prompts{of_sets}, up to {result.max_new_tokens} new tokens, blocks of {result.block_size}"
@@ -123,8 +123,9 @@ def _draw_heading(figure: Any, result: EvaluationResult) -> None:
         (f"{trained.acceptance.mean_of_requests:.2f}", f"tokens per target pass{length}{before}"),
         (f"{100 * trained.target_passes_saved_per_token:.0f} %", "of the target's passes saved"),
         (
-            f"{trained.speedup:.2f}×",
-            f"speed of the same code without drafter\n{trained.tokens_per_second:.1f} against {trained.baseline_tokens_per_second:.1f} tokens/s",
+            f"{served.speedup:.2f}×",
+            f"the speed without drafter, in {result.as_served.dtype}\n"
+            f"{served.tokens_per_second:,.1f} against {served.baseline_tokens_per_second:,.1f} tokens/s",
         ),
     ]
     for number, (value, meaning) in enumerate(tiles):

@@ -16,8 +16,8 @@ from jinja2 import Environment, StrictUndefined
 
 from dflash_core.evaluation.panels import Metrics
 from dflash_core.evaluation.plots import inline_charts
-from dflash_core.evaluation.result import EvaluationResult
-from dflash_core.evaluation.tables import sets_table, ways_table
+from dflash_core.evaluation.result import EvaluationResult, InPrecision
+from dflash_core.evaluation.tables import served_table, sets_table, ways_table
 from dflash_core.stages import atomic_write
 
 
@@ -49,9 +49,16 @@ def write_report(path: Path, report: Report) -> Path:
     template = environment.from_string(resources.files("dflash_core.evaluation").joinpath("report.html").read_text(encoding="utf-8"))
     evaluation = report.evaluation
     page = template.render(
-        report=report, evaluation=evaluation, trained=evaluation.trained, before=evaluation.untrained,
-        sets=sets_table(evaluation), ways=ways_table(evaluation), charts=inline_charts(report.metrics, evaluation),
+        report=report, evaluation=evaluation, trained=evaluation.trained, before=evaluation.untrained, served=evaluation.as_served,
+        sets=sets_table(evaluation), of_serving=served_table(evaluation), ways=ways_table(evaluation), speeds=_speeds(evaluation),
+        charts=inline_charts(report.metrics, evaluation),
     )  # fmt: skip
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path
+
+
+def _speeds(evaluation: EvaluationResult) -> dict[str, dict[tuple[str, str], float]]:
+    """Speed-up of each prompt by set and id, for each precision."""
+    measured: list[InPrecision] = [evaluation] if evaluation.served is None else [evaluation.served, evaluation]
+    return {found.dtype: {(row.set, row.id): row.speedup for row in found.rows} for found in measured}

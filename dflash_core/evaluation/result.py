@@ -1,4 +1,8 @@
-"""What an evaluation found, in figures that are recomputed from the records of the prompts and from nothing else."""
+"""What an evaluation found, in figures that are recomputed from the records of the prompts and from nothing else.
+
+Losslessness is proven in float32, in which nobody serves, and speed there may be far from what users see: on a GPU true-float32 products of a few
+rows are slow. So speed is measured in the precision of serving as well, ``served``, and ``as_served`` has the figures that stand for it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ from dflash_core.decoding import Acceptance, Generation, acceptance_length, meas
 from dflash_core.decoding.statistics import full_rounds
 from dflash_core.evaluation.intervals import Floats, Interval, Place, bootstrap, ratio
 from dflash_core.evaluation.records import PromptRecord
+
+_SPEEDS = ("speedup", "speedup_low", "speedup_high", "tokens_per_second", "baseline_tokens_per_second")
+_OF_BOTH = ("diverged", "diverged_beyond_noise", "acceptance_length", "acceptance_length_pooled")
 
 
 class _Frozen(BaseModel):
@@ -131,33 +138,67 @@ class WayFigures(_Frozen):
     figures: Figures
 
 
-class EvaluationResult(Measured):
-    """A drafter as it will be used, and how it was measured. Greedy decoding, one request at a time.
+class InPrecision(Measured):
+    """A drafter in one precision. Greedy decoding, one request at a time.
 
     The figures of all prompts are its own; those of the held-out prompts and of each set are in ``sets``, those of other ways of
     decoding, on all prompts, in ``ways``.
+    """
+
+    dtype: str
+    sets: dict[str, Measured]
+    ways: tuple[WayFigures, ...] = ()
+    rows: tuple[PromptFigures, ...]
+
+
+class EvaluationResult(InPrecision):
+    """A drafter as it will be used, and how it was measured.
+
+    served: figures in the precision of serving, on the first prompts of each set, if that is another and was asked for; other ways of decoding
+            are then measured there alone
     """
 
     target: str
     target_digest: str
     drafter_digest: str
     prompts_digest: str
-    dtype: str
     device: str
     threads: int
     block_size: int
     max_new_tokens: int
     temperature: float
-    sets: dict[str, Measured]
-    ways: tuple[WayFigures, ...] = ()
-    rows: tuple[PromptFigures, ...]
+    served: InPrecision | None = None
+
+    @property
+    def as_served(self) -> InPrecision:
+        """The figures that speak for the drafter's speed: those in the precision of serving, or these where there are no others."""
+        return self.served or self
+
+    def headline(self) -> dict[str, float]:
+        """As of ``Measured``, with the speed as it is served; of both precisions what else differs, as ``speedup_float32``, ``diverged_bfloat16``."""
+        return self._beside_served(super().headline(), self.served)
+
+    def headline_of(self, name: str) -> dict[str, float]:
+        """The same of one set."""
+        return self._beside_served(self.sets[name].headline(), self.served and self.served.sets[name])
+
+    def _beside_served(self, own: dict[str, float], measured: Measured | None) -> dict[str, float]:
+        if self.served is None or measured is None:
+            return own
+        theirs = measured.headline()
+        return {
+            **{name: value for name, value in own.items() if name not in _SPEEDS},
+            **{name: theirs[name] for name in _SPEEDS if name in theirs},
+            **{f"{name}_{self.dtype}": own[name] for name in _SPEEDS if name in own},
+            **{f"{name}_{self.served.dtype}": theirs[name] for name in _OF_BOTH},
+        }
 
     def metrics(self) -> dict[str, float]:
         """The headline figures of all prompts, of each set as ``eval/<set>/<name>``, and of each way as ``eval/batch-1_t-0.0_block-8/<name>``."""
-        of_sets = {f"eval/{name}/{figure}": value for name, found in self.sets.items() for figure, value in found.headline().items()}
+        of_sets = {f"eval/{name}/{figure}": value for name in self.sets for figure, value in self.headline_of(name).items()}
         of_ways = {
             f"eval/batch-{found.way.batch_size}_t-{found.way.temperature}_block-{found.way.block_size}/{figure}": value
-            for found in self.ways
+            for found in self.as_served.ways
             for figure, value in (
                 ("speedup", found.figures.speedup),
                 ("tokens_per_second", found.figures.tokens_per_second),
@@ -166,6 +207,18 @@ class EvaluationResult(Measured):
             )
         }
         return self.headline() | of_sets | of_ways
+
+
+def in_precision(records: Sequence[PromptRecord], block_size: int, dtype: str, ways: tuple[WayFigures, ...] = ()) -> InPrecision:
+    """The figures of these prompts, at least one, of all and set by set."""
+    sets = dict.fromkeys(record.set for record in records)
+    return InPrecision(
+        **dict(measured(records, block_size)),
+        dtype=dtype,
+        sets={name: measured([record for record in records if record.set == name], block_size) for name in sets},
+        ways=ways,
+        rows=tuple(prompt_figures(record, block_size) for record in records),
+    )
 
 
 def measured(records: Sequence[PromptRecord], block_size: int) -> Measured:

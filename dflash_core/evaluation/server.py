@@ -88,7 +88,7 @@ class ServerComparison(_Frozen):
 
     speedup:   tokens per second with the drafter by those without
     same_text: share of prompts that both servers answered alike; in 16 bits a few differ by rounding
-    ours:      headline figures of ``evaluation.json``
+    ours:      headline figures of ``evaluation.json``, speed in the precision ``ours_dtype``
     """
 
     drafted: ServerFigures
@@ -96,6 +96,7 @@ class ServerComparison(_Frozen):
     speedup: float | None
     same_text: float | None
     ours: dict[str, float] | None
+    ours_dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ def compare_servers(drafted: ServerFigures, alone: ServerFigures | None, ours: E
         speedup=drafted.tokens_per_second / alone.tokens_per_second if alone else None,
         same_text=sum(same) / len(same) if same else None,
         ours=ours.headline() if ours else None,
+        ours_dtype=ours.as_served.dtype if ours else None,
     )
 
 

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from dflash_core.evaluation.compare import Comparison, Paired
 from dflash_core.evaluation.intervals import Interval
-from dflash_core.evaluation.result import EvaluationResult, Measured, Way, WayFigures
+from dflash_core.evaluation.result import EvaluationResult, Figures, InPrecision, Measured, Way, WayFigures
 
 OVERALL = "overall"
 
 
 def sets_table(result: EvaluationResult) -> list[dict[str, str]]:
-    """A row for the held-out prompts and each set, and one over all where there are several; figures with their 95 % intervals."""
-    rows = dict(result.sets)
-    if len(rows) > 1:
-        rows[OVERALL] = result
-    return [_row(name, found) for name, found in rows.items()]
+    """A row for the held-out prompts and each set, and one over all where there are several; figures with their 95 % intervals.
+
+    The speed-up is that of serving, and its heading names the precision.
+    """
+    served = _sets(result.as_served)
+    return [_row(name, found) | _speed(served[name].trained, result.as_served.dtype) for name, found in _sets(result).items()]
+
+
+def served_table(result: EvaluationResult) -> list[dict[str, str]]:
+    """The same rows in the precision of serving; empty where that was not measured."""
+    return [_served_row(name, found, result.served.dtype) for name, found in _sets(result.served).items()] if result.served else []
 
 
 def ways_table(result: EvaluationResult) -> list[dict[str, str]]:
     """A row for each way of decoding, the usual one first; empty where there is no other."""
+    served = result.as_served
     usual = WayFigures(
-        way=Way(batch_size=1, temperature=result.temperature, block_size=result.block_size), diverged=result.diverged, figures=result.trained
+        way=Way(batch_size=1, temperature=result.temperature, block_size=result.block_size), diverged=served.diverged, figures=served.trained
     )
-    return [_way_row(found) for found in (usual, *result.ways)] if result.ways else []
+    return [_way_row(found, served.dtype) for found in (usual, *served.ways)] if served.ways else []
 
 
 def comparison_table(comparison: Comparison) -> list[dict[str, str]]:
@@ -47,7 +54,11 @@ def _compared_row(name: str, found: Paired, comparison: Comparison) -> dict[str,
     }
 
 
-def _way_row(found: WayFigures) -> dict[str, str]:
+def _sets(found: InPrecision) -> dict[str, Measured]:
+    return found.sets | ({OVERALL: found} if len(found.sets) > 1 else {})
+
+
+def _way_row(found: WayFigures, dtype: str) -> dict[str, str]:
     figures, of = found.figures, found.figures.intervals
     drafted, accepted = figures.acceptance.drafted, figures.acceptance.accepted
     return {
@@ -59,9 +70,7 @@ def _way_row(found: WayFigures) -> dict[str, str]:
         "drafted": f"{drafted:,}",
         "wasted": f"{drafted - accepted:,}",
         "diverged": "" if found.diverged is None else str(found.diverged),
-        "tokens/s": f"{figures.tokens_per_second:,.1f}",
-        "without drafter": f"{figures.baseline_tokens_per_second:,.1f}",
-        "speed-up": with_interval(figures.speedup, of.speedup if of else None, "×"),
+        **_rates(figures, dtype),
     }
 
 
@@ -79,5 +88,26 @@ def _row(name: str, found: Measured) -> dict[str, str]:
         "acceptance length": with_interval(trained.acceptance.mean_of_requests, of.acceptance_length if of else None),
         "pooled": with_interval(trained.acceptance.pooled, of.acceptance_length_pooled if of else None),
         "before training": "" if before is None else f"{before.acceptance.mean_of_requests:.2f}",
-        "speed-up": with_interval(trained.speedup, of.speedup if of else None, "×"),
     }
+
+
+def _served_row(name: str, found: Measured, dtype: str) -> dict[str, str]:
+    row = _row(name, found)
+    return {
+        **{column: row[column] for column in ("set", "prompts", "acceptance length", "pooled")},
+        "diverged": str(found.diverged),
+        "beyond noise": str(found.diverged_beyond_noise),
+        **_rates(found.trained, dtype),
+    }
+
+
+def _rates(figures: Figures, dtype: str) -> dict[str, str]:
+    return {
+        "tokens/s": f"{figures.tokens_per_second:,.1f}",
+        "without drafter": f"{figures.baseline_tokens_per_second:,.1f}",
+        **_speed(figures, dtype),
+    }
+
+
+def _speed(figures: Figures, dtype: str) -> dict[str, str]:
+    return {f"speed-up, {dtype}": with_interval(figures.speedup, figures.intervals.speedup if figures.intervals else None, "×")}

@@ -1,5 +1,6 @@
 """Further ways to decode the prompts of an evaluation: in batches, at other temperatures, with smaller blocks. Speed and acceptance of each.
 
+They are about speed, so they are measured in the precision of serving, where the evaluation has one beside its own.
 Every way is measured against the target alone decoding in the same way. A way that was measured is kept in a file of its own, so that a
 killed evaluation goes on with the next one.
 """

@@ -40,6 +40,15 @@ def test_every_way_of_decoding_is_estimated(config: Path) -> None:
     assert several.seconds > 2 * usual.seconds  # type: ignore[operator]
 
 
+def test_decoding_as_it_is_served_is_estimated_where_it_is_asked_for(config: Path) -> None:
+    usual, served = (
+        estimated(config, "evaluate", f"evaluation.served_dtype={dtype}", "evaluation.served_prompts=2") for dtype in ("auto", "bfloat16")
+    )
+    assert served.rows == f"{usual.rows}, 2 in bfloat16"
+    assert served.seconds > usual.seconds  # type: ignore[operator]
+    assert served.memory == usual.memory, "one precision after the other"
+
+
 @pytest.mark.parametrize(
     ("change", "stage"),
     [

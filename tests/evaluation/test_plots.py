@@ -160,7 +160,7 @@ def test_several_sets_have_a_chart_and_a_table_and_one_has_no_row_over_all(tmp_p
 def test_other_ways_of_decoding_are_a_table_of_the_page_where_there_are_any(tmp_path: Path) -> None:
     evaluation = result(untrained=False, rounds=[3, 0, 1])
     way = WayFigures(way=Way(batch_size=32, temperature=0.7, block_size=4), diverged=None, figures=evaluation.trained)
-    heading = "Other ways of decoding all prompts"
+    heading = "Other ways of decoding 3 prompts, in float32"
     assert heading not in page(tmp_path, metrics=[], evaluation=evaluation)
     text = page(tmp_path, metrics=[], evaluation=evaluation.model_copy(update={"ways": (way,)}))
     rows = text.partition(heading)[2].partition("</table>")[0]

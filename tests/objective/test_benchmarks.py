@@ -126,6 +126,7 @@ def test_a_drafter_is_recorded_as_its_evaluation_and_its_training_were(tmp_path,
 
     config, results = write_tiny_run(tmp_path), tmp_path / "results.jsonl"
     settings = ["training.max_steps=4", "training.devices=[cpu]", "training.evaluation.every_steps=2", "evaluation.block_sizes=[2]"]
+    settings += ["evaluation.served_dtype=bfloat16", "evaluation.served_prompts=2"]
     words = ["--config", str(config), "--results", str(results), "--commit", "abc", "--speed-on", "heldout"]
     words += [word for setting in settings for word in ("--set", setting)]
     assert main(words) == 2
@@ -133,10 +134,12 @@ def test_a_drafter_is_recorded_as_its_evaluation_and_its_training_were(tmp_path,
     run_all(Plan(load_config(config, settings)))
     assert main(words) == 0
     records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
-    assert list(records) == ["drafter.train_s", "tau.trained", "tau.heldout", "speedup.cpu.float32"]
+    assert list(records) == ["drafter.train_s", "tau.trained", "tau.heldout", "speedup.cpu", "speedup.cpu.float32"]
     assert list(records["tau.trained"]["detail"]["by_tokens"]) == ["0", "128", "256"]
     assert 1.0 <= records["tau.heldout"]["value"] <= 4.0
-    assert set(records["speedup.cpu.float32"]["detail"]["other_blocks_on_all_prompts"]) == {"2"}
+    served = records["speedup.cpu"]
+    assert (served["samples"], served["detail"]["dtype"], set(served["detail"]["other_blocks_on_all_prompts"])) == (2, "bfloat16", {"2"})
+    assert records["speedup.cpu.float32"]["samples"] == 3
 
 
 def test_each_block_size_is_held_against_the_target_alone_and_the_parts_of_a_round_are_timed(tmp_path):
