@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from dflash_core.errors import ShardError
 
@@ -88,7 +88,7 @@ class Column(_Described):
 
     name: str
     dtype: Literal["F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "U8", "BOOL"]
-    shape: tuple[int, ...] = ()
+    shape: tuple[PositiveInt, ...] = ()
     where: str | None = None
 
     @property
@@ -116,20 +116,40 @@ class ShardCard(_Described):
     tokenizer_digest: str
     template_digest: str | None
     tap_layers: tuple[int, ...]
-    hidden_size: int
+    hidden_size: PositiveInt
     columns: tuple[Column, ...]
     samples_digest: str
-    num_samples: int
-    samples_per_shard: int
+    num_samples: PositiveInt
+    samples_per_shard: PositiveInt
     batch_tokens: int
     code_version: int
-    trimmed_for_window: int | None = None
+    trimmed_for_window: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
-    def _trimmed_is_format_2(self) -> ShardCard:
-        trimmed = self.trimmed_for_window is not None
-        if trimmed != (self.format == 2) or (self.partial and not trimmed):
-            raise ValueError("format 2 is that of trimmed datasets, which say trimmed_for_window")
+    def _adds_up(self) -> ShardCard:
+        """What it says of its columns fits together: a card that was edited is found before whole shards are taken for damaged."""
+        if (self.trimmed_for_window is not None) != (self.format == 2) or (self.format == 2) != bool(self.partial):
+            has = [f"format = {self.format}", f"trimmed_for_window = {self.trimmed_for_window}", f"where = {list(self.partial)} in columns"]
+            raise ValueError(
+                f"{', '.join(has)}: a trimmed dataset has format 2, trimmed_for_window and a where in columns, and others have none of the three"
+            )
+        columns = {column.name: column for column in self.columns}
+        if len(columns) < len(self.columns) or not {"features", "tokens", "loss_mask"} <= columns.keys():
+            raise ValueError(
+                f"columns = {[column.name for column in self.columns]}: features, tokens and loss_mask must be there, and each name once"
+            )
+        if columns["tokens"].where or columns["loss_mask"].where:
+            raise ValueError("columns: tokens and loss_mask have a value for every token, and so no where")
+        for name in self.partial:
+            found = columns.get(name)
+            if found is None or (found.dtype, found.shape, found.where) != ("BOOL", (), None):
+                raise ValueError(f"columns: a where is {name!r}, which is no column of BOOL with a value for every token")
+        features, scales = columns["features"], columns.get("feature_scales")
+        wanted = (len(self.tap_layers),) if features.dtype == "F8_E4M3" else None
+        if (scales.shape if scales else None) != wanted or (scales and scales.where != features.where):
+            raise ValueError("columns: feature_scales belong to features in F8_E4M3 alone, one for each of tap_layers, with the same where")
+        if features.shape != (len(self.tap_layers) * self.hidden_size,):
+            raise ValueError(f"columns: features have the shape {features.shape}, and not tap_layers × hidden_size")
         return self
 
     @property
@@ -168,7 +188,8 @@ class ShardCard(_Described):
             raise ShardError(f"{folder} is not a dataset of hidden states: it has no {CARD}. Check the path, or run the extraction.") from error
         except (OSError, ValidationError) as error:
             raise ShardError(
-                f"{path} cannot be read: {error}. The dataset is of another format or damaged; extract it again into a new folder."
+                f"{path} cannot be read: {_in_words(error)}. "
+                "It is damaged, was edited, or is of another format: put it back, or extract into a new folder."
             ) from error
 
     def require(self, expected: Mapping[str, Any], where: Path | str) -> None:
@@ -191,6 +212,13 @@ class ShardCard(_Described):
                 f"{where}/{CARD}: trimmed_for_window = {trimmed}, so of each context the last {trimmed} positions are stored, and {wanted}. "
                 f"Extract again for this drafter or with extraction.trim = false, or set drafter.sliding_window to at most {trimmed} in all layers."
             )
+
+
+def _in_words(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    found = [(".".join(map(str, item["loc"])), item["input"], item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+    return "; ".join(f"{field} = {value!r}: {message}" if field else message for field, value, message in found)
 
 
 def expected_of(info: TargetInfo, tap_layers: Sequence[int]) -> dict[str, Any]:

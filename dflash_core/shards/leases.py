@@ -29,6 +29,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from dflash_core.errors import ShardError
+from dflash_core.shards.disk import FULL
 from dflash_core.shards.format import CARD, INDEX_PARTS, ShardCard, index_part, shard_name
 from dflash_core.shards.store import clear_errors, open_store, put, sweep
 
@@ -224,12 +225,16 @@ class SharedShards:
         return b""
 
     def _create(self, path: str, content: bytes) -> bool:
-        """Write an object, unless there is one."""
+        """Write an object, unless there is one. In a folder it is there before its content: if the disk is full, it is taken away."""
         try:
             with self._files.open(path, "xb") as file:
                 file.write(content)
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno in FULL:
+                self._remove(path)
+            raise
         return True
 
     def _read(self, path: str) -> bytes | None:

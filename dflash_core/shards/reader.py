@@ -132,10 +132,13 @@ class ShardDataset:
         spans = [layout.span(position, *rows[column.counted_by]) for position, column in enumerate(layout.columns)]
         pieces = [data[begin : begin + size] for begin, size in spans]
         if self._unverified[index]:
+            where = f"{self.folder / shard_name(shard)}: sample {self.ids[index]!r}"
             found, stored = checksum(pieces), int(self._checksums[index])
             if found != stored:
-                where = f"{self.folder / shard_name(shard)}: sample {self.ids[index]!r}"
                 raise ShardError(f"{where} is damaged, its CRC-32 is {found:08x} instead of {stored:08x}. {AGAIN}")
+            for column, piece in zip(layout.columns, pieces, strict=True):
+                if column.name in self.card.partial and (true := int(piece.count_nonzero())) != rows[column.name][1]:
+                    raise ShardError(f"{where} has {true} tokens that are {column.name}, and {INDEX} says {rows[column.name][1]}. {AGAIN}")
             self._unverified[index] = False
         return ShardSample(
             self.ids[index],

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import ValidationError
 
 from dflash_core.errors import ShardError
-from dflash_core.shards.disk import clear_disk_errors
+from dflash_core.shards.disk import FULL, clear_disk_errors
 from dflash_core.shards.format import CARD, INDEX, ShardCard, index_part, is_whole, shard_name
 from dflash_core.stages import Progress, atomic_write, no_progress
 
@@ -177,6 +177,8 @@ def clear_errors(address: str) -> Iterator[None]:
     except ImportError as error:
         raise ShardError(f"{address}: {error}. For Amazon's and compatible stores: pip install 'dflash-pipeline[s3]'.") from error
     except Exception as error:  # every kind of store has errors of its own
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise ShardError(f"{address}: its disk is full ({error.strerror}). What is there is kept: free some space and start again.") from error
         message = f"{type(error).__name__}: {error}"
         raise ShardError(
             f"{address} cannot be used: {message}. Check address, credentials and network (extraction.store), and start again."

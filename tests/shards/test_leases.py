@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileOpener
 
 from dflash_core.errors import ShardError
 from dflash_core.shards import ShardDataset, verify_shards
@@ -207,3 +209,19 @@ def test_another_dataset_at_the_same_address_is_refused(whole: Path, tmp_path: P
     SharedShards(address, card).close()
     with pytest.raises(ShardError, match="target_digest: the shards have"):
         SharedShards(address, card.model_copy(update={"target_digest": "other"}))
+
+
+def test_a_disk_that_is_full_leaves_no_empty_card_in_whose_place_none_can_be_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, original, refused = f"file://{tmp_path}/store", LocalFileOpener.write, []
+
+    def full(self: LocalFileOpener, content: bytes) -> int:
+        if self.path.endswith("card.json") and not refused:
+            refused.append(self.path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(original(self, content))
+
+    monkeypatch.setattr(LocalFileOpener, "write", full)
+    with pytest.raises(ShardError, match=r"store: its disk is full \(No space left on device\).*free some space and start again"):
+        run(tmp_path / "a", shared=address)
+    assert refused
+    run(tmp_path / "a", shared=address)

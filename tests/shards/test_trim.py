@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +22,7 @@ from dflash_core.drafter import block_labels, dflash_dense_mask, teacher_states,
 from dflash_core.errors import ShardError
 from dflash_core.feed import ShardRows
 from dflash_core.shards import TEACHER_COLUMNS, ShardCard, ShardDataset, verify_shards
+from dflash_core.shards.format import Layout
 from dflash_core.shards.trim import SEEN, TAUGHT, runs, used_rows
 from tests.shards.fakes import CONFIG, HIDDEN, FakeSamples, hidden_states, run
 
@@ -150,3 +154,63 @@ def test_shards_that_are_trimmed_for_another_window_are_not_continued(tmp_path: 
     extraction(tmp_path, True)
     with pytest.raises(ShardError, match=r"trimmed_for_window: the shards have 6, this run needs 8"):
         run(tmp_path, SAMPLES, config=CONFIG.model_copy(update={"trim": True}), window=8)
+
+
+@pytest.fixture(scope="module")
+def trimmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trimmed")
+    extraction(folder, True, feature_dtype="fp8", teacher="last_hidden")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"format": 1}, r"format = 1, trimmed_for_window = 6, where = \['seen', 'taught'\] in columns: a trimmed dataset has format 2"),
+        ({"format": 3}, "format = 3: Input should be 1 or 2"),
+        ({"trimmed_for_window": -1}, "trimmed_for_window = -1: Input should be greater"),
+        ({"samples_per_shard": 0}, "samples_per_shard = 0: Input should be greater"),
+        ({"hidden_size": 9}, r"features have the shape \(16,\), and not tap_layers × hidden_size"),
+        ({"features": {"where": None}}, "feature_scales belong to features in F8_E4M3 alone, .* with the same where"),
+        ({"features": {"dtype": "BF16"}}, "feature_scales belong to features in F8_E4M3 alone"),
+        ({"features": {"shape": [0]}}, "columns.0.shape.0 = 0"),
+        ({"last_hidden": {"where": "loss"}}, "a where is 'loss', which is no column of BOOL"),
+        ({"last_hidden": {"where": "tokens"}}, "a where is 'tokens', which is no column of BOOL"),
+        ({"last_hidden": {"name": "features"}}, "each name once"),
+        ({"loss_mask": {"where": "seen"}}, "tokens and loss_mask have a value for every token"),
+    ],
+)
+def test_a_card_that_was_edited_into_a_contradiction_is_refused_by_field_and_value(
+    trimmed: Path, tmp_path: Path, edit: dict[str, Any], said: str
+) -> None:
+    card = json.loads((trimmed / "card.json").read_bytes())
+    columns = {column["name"]: column for column in card["columns"]}
+    for name, value in edit.items():
+        columns[name].update(value) if name in columns else card.update({name: value})
+    (tmp_path / "card.json").write_text(json.dumps(card))
+    with pytest.raises(ShardError, match=rf"card\.json cannot be read: .*{said}.*: put it back, or extract into a new folder"):
+        ShardDataset(tmp_path)
+    assert len(verify_shards(tmp_path)) == 1
+
+
+def test_rows_of_other_number_than_the_mask_of_a_trimmed_sample_says_are_refused_by_name(trimmed: Path, tmp_path: Path) -> None:
+    shutil.copytree(trimmed, tmp_path / "copy")
+    layout = Layout.of(ShardCard.read(trimmed).columns, {name: pc.sum(index_of(trimmed, 0)[name]).as_py() for name in ("tokens", SEEN, TAUGHT)})
+    path = tmp_path / "copy" / "shard-00000.safetensors"
+    content, place = bytearray(path.read_bytes()), layout.begins[[column.name for column in layout.columns].index(SEEN)]
+    content[place] ^= 1
+    path.write_bytes(content)
+    part, whole = tmp_path / "copy" / "index" / "shard-00000.arrow", tmp_path / "copy" / "index.arrow"
+    damaged = str(next(iter(verify_shards(tmp_path / "copy"))))
+    for index in (part, whole):  # as if whoever wrote it had miscounted
+        table = pa.ipc.open_file(index).read_all()
+        sums = table["crc32"].to_pylist()
+        sums[0] = int(damaged.partition("CRC-32 is ")[2][:8], 16)
+        with pa.ipc.new_file(index, table.schema) as writer:
+            writer.write_table(table.set_column(table.schema.get_field_index("crc32"), table.schema.field("crc32"), pa.array(sums, pa.uint32())))
+    [problem] = verify_shards(tmp_path / "copy")
+    assert re.search(r"shard-00000\.safetensors: sample 'sample-000' has \d+ tokens that are seen, and index\.arrow says \d+\. Delete", problem)
+
+
+def index_of(folder: Path, shard: int) -> pa.Table:
+    return pa.ipc.open_file(folder / "index" / f"shard-{shard:05d}.arrow").read_all()
