@@ -160,8 +160,13 @@ def test_the_precision_of_serving_is_the_targets_on_a_gpu(config: PipelineConfig
     assert asked.served_dtype == expected
 
 
-def test_a_run_tells_the_speed_of_serving_everywhere_with_one_target_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, changes = write_tiny_run(tmp_path), ["training.max_steps=2", "data.sources.0.limit=16", "evaluation.served_prompts=2"]
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")])],
+)
+def test_a_run_tells_the_speed_of_serving_everywhere_with_one_target_in_memory(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_run(tmp_path)
+    changes = ["training.max_steps=2", "data.sources.0.limit=16", "evaluation.served_prompts=2", f"evaluation.device={device}"]
     loaded: list[weakref.ref[TargetModel]] = []
     load = TargetModel.from_pretrained
 
@@ -186,4 +191,4 @@ def test_a_run_tells_the_speed_of_serving_everywhere_with_one_target_in_memory(t
     without = Plan(load_config(path, changes))
     assert without.key("train") == plan.key("train")
     assert without.key("evaluate") != plan.key("evaluate")
-    assert without.key("evaluate") == Plan(load_config(path, [*changes[:2], "evaluation.served_dtype=null"])).key("evaluate")
+    assert without.key("evaluate") == Plan(load_config(path, [*changes, "evaluation.served_prompts=7"])).key("evaluate"), "of no use here"
