@@ -23,9 +23,8 @@ from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, mask_tok
 from dflash_core.drafter.start import shape_differences
 from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.device import total_memory
-from dflash_core.target.info import TargetInfo
+from dflash_core.target.info import TargetInfo, static_cache_bytes
 from dflash_core.target.quantised import missing_packages
-from dflash_core.target.static import static_cache_bytes
 
 
 def check_environment(config: PipelineConfig, source: str = "config") -> None:

@@ -43,12 +43,13 @@ def test_a_target_is_loaded_tapped_and_asked_by_methods_of_the_known_names() -> 
     assert all(callable(getattr(target, name)) for name in ("from_pretrained", "hidden_states", "generate"))
 
 
-def test_every_module_of_the_core_is_imported_without_prefect_mlflow_tasks_and_flows() -> None:
+def test_every_module_of_the_core_is_imported_without_prefect_mlflow_tasks_and_flows_and_its_commands_begin_without_transformers() -> None:
     code = """
 import importlib, pkgutil, sys
 for blocked in ("prefect", "mlflow", "tasks", "flows"):
     sys.modules[blocked] = None
-import dflash_core
+import dflash_core.__main__
+assert "transformers" not in sys.modules, "which takes seconds to import, and commands may need no model"
 for module in pkgutil.walk_packages(dflash_core.__path__, "dflash_core."):
     if not module.name.endswith("_kernel"):  # Triton is not there on every platform
         importlib.import_module(module.name)

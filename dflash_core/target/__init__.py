@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflash_core.target.fetch import resolve_target
-    from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
+    from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info, static_cache_bytes
     from dflash_core.target.model import TargetModel, TargetOutput
-    from dflash_core.target.static import StaticTarget, static_cache_bytes
+    from dflash_core.target.static import StaticTarget
     from dflash_core.target.vocabulary import TargetVocabulary
     from dflash_core.target.weights import loaded_bytes
 
@@ -39,7 +39,7 @@ _HOMES = {
     "loaded_bytes": "weights",
     "read_target_info": "info",
     "resolve_target": "fetch",
-    "static_cache_bytes": "static",
+    "static_cache_bytes": "info",
 }
 
 

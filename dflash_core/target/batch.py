@@ -18,9 +18,10 @@ from torch import Tensor
 from dflash_core.config import GenerationConfig
 from dflash_core.errors import TargetError
 from dflash_core.target.device import total_memory
+from dflash_core.target.info import static_cache_bytes
 from dflash_core.target.model import TargetModel
 from dflash_core.target.sampling import pick_tokens
-from dflash_core.target.static import StaticTarget, static_cache_bytes
+from dflash_core.target.static import StaticTarget
 
 _WIDTHS = 32  # prompts are padded to a multiple of so many tokens: few shapes, each captured once
 

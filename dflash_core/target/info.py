@@ -70,6 +70,11 @@ class TargetInfo:
         return {**asdict(self), "eos_token_ids": list(self.eos_token_ids)}
 
 
+def static_cache_bytes(info: TargetInfo, rows: int, capacity: int, element: int) -> int:
+    """Bytes of a ``StaticCache`` of a target all of whose layers have the same heads, with ``element`` bytes a number."""
+    return 2 * info.num_layers * rows * info.num_kv_heads * (capacity + 1) * info.head_dim * element
+
+
 def read_target_info(
     source: str | Path | TargetConfig, *, name: str | None = None, revision: str | None = None, trust_remote_code: bool = False
 ) -> TargetInfo:

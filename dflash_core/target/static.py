@@ -35,7 +35,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_core.errors import TargetError
 from dflash_core.target.fused import fused
-from dflash_core.target.info import TargetInfo
 from dflash_core.target.model import TargetModel, TargetOutput
 from dflash_core.target.quick import quick
 from dflash_core.target.static_attention import attend, attend_plain, store
@@ -90,11 +89,6 @@ class StaticCache(Cache):
         keys, values = keys[:count], values[:count]
         store(key_states, value_states, keys, values, self.start_on(keys.device))
         return keys, values
-
-
-def static_cache_bytes(info: TargetInfo, rows: int, capacity: int, element: int) -> int:
-    """Bytes of a ``StaticCache`` of a target all of whose layers have the same heads, with ``element`` bytes a number."""
-    return 2 * info.num_layers * rows * info.num_kv_heads * (capacity + 1) * info.head_dim * element
 
 
 def _static_attention(

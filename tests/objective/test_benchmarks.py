@@ -17,7 +17,7 @@ KEYS = {"name", "value", "unit", "gpu", "torch", "commit", "dirty", "date", "sam
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
     modules = ", ".join(f"benchmarks.{name}" for name in ("step", "flatness", "evaluator", "extract", "reader", "online"))
-    with Forks(f"{modules}, torch._inductor.compile_fx") as forks:
+    with Forks(f"{modules}, dflash_core.target.static, torch._inductor.compile_fx") as forks:
         yield forks
 
 
