@@ -13,17 +13,21 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash_core.errors import DFlashError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[int, int, str], None]
 """Called often with (done, total, unit); total 0 means unknown. Must be cheap."""
@@ -81,6 +85,19 @@ def write_json_atomic(path: Path, value: object) -> None:
     """Write ``value`` as indented JSON, atomically."""
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file. What the system refuses is an ``OSError`` with its number and the path, as of other files."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file  # torch takes seconds
+
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:
+        if not (refused := re.search(r"os error (\d+)", str(error))):
+            raise
+        raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
 
 
 def file_sha256(path: Path) -> str:

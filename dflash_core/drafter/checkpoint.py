@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_core.drafter.config import DFlashConfig
 from dflash_core.drafter.model import DFlashDrafter
 from dflash_core.drafter.serving import from_serving, to_serving
 from dflash_core.errors import CheckpointError
-from dflash_core.stages import atomic_write, write_json_atomic
+from dflash_core.stages import atomic_write, save_tensors, write_json_atomic
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -69,7 +69,7 @@ def write_drafter(folder: Path, serving: Mapping[str, Any], tensors: Mapping[str
         (folder / CONFIG).unlink(missing_ok=True)
     with atomic_write(folder / WEIGHTS) as temporary:
         own = {name: tensor.detach().to("cpu").clone().contiguous() for name, tensor in tensors.items()}  # views of one buffer cannot be saved
-        save_file(own, temporary, metadata={"format": "pt"})
+        save_tensors(own, temporary, metadata={"format": "pt"})
     if not unchanged:
         write_json_atomic(folder / CONFIG, serving)
 

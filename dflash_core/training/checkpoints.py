@@ -24,16 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_core.errors import CheckpointError
-from dflash_core.stages import atomic_write, file_sha256, sync_files, sync_folder
+from dflash_core.shards.disk import clear_disk_errors
+from dflash_core.stages import atomic_write, file_sha256, save_tensors, sync_files, sync_folder
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+CHECKPOINTS_KEPT = "Checkpoints before it are kept, training.keep_checkpoints of them: free some space, and start again to go on from the last one."
 BEST, FINAL = "best/model.safetensors", "final/model.safetensors"
 
 
@@ -88,8 +90,8 @@ def save_best(folder: Path, weights: Mapping[str, Tensor], best: BestWeights, ke
     Args:
         key: of what the acceptance length was measured with
     """
-    with atomic_write(folder / BEST) as temporary:
-        save_file(dict(weights), temporary, metadata={**{name: repr(value) for name, value in dataclasses.asdict(best).items()}, "key": key})
+    with clear_disk_errors(folder, _bytes_of(weights), CHECKPOINTS_KEPT, CheckpointError), atomic_write(folder / BEST) as temporary:
+        save_tensors(weights, temporary, metadata={**{name: repr(value) for name, value in dataclasses.asdict(best).items()}, "key": key})
 
 
 def read_best(folder: Path, key: str) -> BestWeights | None:
@@ -117,28 +119,35 @@ def save_training_checkpoint(folder: Path, checkpoint: TrainingCheckpoint, setti
     Args:
         settings: flat field path → JSON value of everything that the course of training depends on; a resume is refused when they differ
     Returns: the checkpoint's folder.
+    Raises:
+        CheckpointError: the disk is full; the checkpoints before it are kept.
     """
     final = folder_of_step(folder, checkpoint.state.step)
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
-        shutil.rmtree(leftover)
-    temporary = folder / f".{final.name}.tmp"
-    temporary.mkdir()
     moments = {f"{kind}.{name}": tensor for kind in ("exp_avg", "exp_avg_sq") for name, tensor in getattr(checkpoint, kind).items()}
-    save_file(dict(checkpoint.weights), temporary / MODEL)
-    save_file(moments, temporary / OPTIMIZER)
-    facts = {
-        "format": FORMAT,
-        "state": dataclasses.asdict(checkpoint.state),
-        "settings": dict(settings),
-        "sha256": {name: file_sha256(temporary / name) for name in (MODEL, OPTIMIZER)},
-    }
-    (temporary / STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    sync_files(temporary)
-    if final.exists():  # a damaged one of the same step, passed over when this run began
-        shutil.rmtree(final)
-    temporary.rename(final)
-    sync_folder(folder)
+    with clear_disk_errors(folder, _bytes_of(checkpoint.weights) + _bytes_of(moments), CHECKPOINTS_KEPT, CheckpointError):
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".step-*.tmp"):  # of a process that was killed while it wrote
+            shutil.rmtree(leftover)
+        temporary = folder / f".{final.name}.tmp"
+        temporary.mkdir()
+        try:
+            save_tensors(checkpoint.weights, temporary / MODEL)
+            save_tensors(moments, temporary / OPTIMIZER)
+            facts = {
+                "format": FORMAT,
+                "state": dataclasses.asdict(checkpoint.state),
+                "settings": dict(settings),
+                "sha256": {name: file_sha256(temporary / name) for name in (MODEL, OPTIMIZER)},
+            }
+            (temporary / STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            sync_files(temporary)
+        except BaseException:  # on a disk that is full, what was written of it would take up what is freed next
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if final.exists():  # a damaged one of the same step, passed over when this run began
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync_folder(folder)
     known = _newest_first(folder)
     newest = known.index(final)
     for other in known[:newest] + known[newest + keep :]:  # those before it in the list are of later steps: damaged, and passed over by this run
@@ -178,6 +187,10 @@ def check_same_settings(found: Mapping[str, Any], expected: Mapping[str, Any], w
         raise CheckpointError(
             f"{where} was made with other settings: {'; '.join(changed)}. Put the settings back to resume, or train in another folder to begin anew."
         )
+
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class _DamagedError(Exception):

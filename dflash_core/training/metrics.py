@@ -11,7 +11,10 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dflash_core.errors import TrainingError
+from dflash_core.shards.disk import clear_disk_errors
 from dflash_core.stages import MetricSink, atomic_write, no_metrics
+from dflash_core.training.checkpoints import CHECKPOINTS_KEPT
 from dflash_core.training.evaluator import Evaluation
 from dflash_core.training.memory import MemoryWatch, resident
 from dflash_core.training.worker import StepRecord
@@ -52,8 +55,7 @@ class MetricLog:
             memory |= watch.metrics()
         self.last = summarise(self._window, self._tokens_per_step) | memory
         self._window.clear()
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **self.last}) + "\n")
+        self._append(self._path, {"step": step, **self.last})
         self._sink(step, self.last)
 
     def mute(self) -> None:
@@ -65,9 +67,13 @@ class MetricLog:
         if any(record["step"] == evaluation.step for record in read_metrics(self._evaluations)):
             return
         metrics = evaluation.metrics()
-        with self._evaluations.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": evaluation.step, **metrics}) + "\n")
+        self._append(self._evaluations, {"step": evaluation.step, **metrics})
         self._sink(evaluation.step, metrics)
+
+    @staticmethod
+    def _append(path: Path, record: Mapping[str, float]) -> None:
+        with clear_disk_errors(path.parent, 0, CHECKPOINTS_KEPT, TrainingError), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 class NoLog:

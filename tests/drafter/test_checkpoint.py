@@ -49,7 +49,7 @@ def test_a_kill_while_saving_again_leaves_the_old_drafter(tmp_path: Path, monkey
     def killed(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save_file", killed)
+    monkeypatch.setattr(checkpoint, "save_tensors", killed)
     changed = small_drafter().init_weights(7)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(changed, tmp_path)

@@ -100,7 +100,7 @@ def test_an_interrupted_conversion_leaves_no_folder_and_no_scraps(source: tuple[
     def fail(*_arguments: object, **_named: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(smollm2, "save_file", fail)
+    monkeypatch.setattr(smollm2, "save_tensors", fail)
     with pytest.raises(OSError, match="disk full"):
         smollm2.convert_gguf(source[0], tmp_path / "targets" / "made")
     assert list((tmp_path / "targets").iterdir()) == []

@@ -1,5 +1,6 @@
 import json
 import logging
+import resource
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,18 @@ def test_what_a_killed_writer_left_behind_is_ignored_and_removed(tmp_path: Path)
     assert newest_training_checkpoint(tmp_path, SETTINGS) is None
     save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("limit", [100, 400])  # bytes of a file: less than the weights, and less than the moments
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_told_as_that_and_gives_back_what_it_has_taken(tmp_path: Path, limit: int) -> None:
+    save(tmp_path, 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"The disk of .* is full .*of 204 bytes does not fit.*before it are kept.*: free some space"):
+            save(tmp_path, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["step-00000002"]
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
