@@ -7,7 +7,7 @@ python -m benchmarks.reader --gigabytes 0.02 --device cpu
 of the first reading, in which each sample is held against its checksum; ``reader.gb_s.loadersN`` tells how it grows with N of them.
 ``reader.copy_gb_s`` and ``reader.checksum_gb_s`` are what one core does of either, from memory: what there is to reach.
 ``reader.rows_s.small``: rows of 2048 tokens a second for a small target (5 taps of 576 in fp8, samples of 300 tokens), where what a row takes besides
-the copy decides; the drafter of configs/smollm2-135m.yaml wants 210 on an H200.
+the copy decides; the drafter of configs/smollm2-135m.yaml wants 204 on an H200.
 """
 
 from __future__ import annotations

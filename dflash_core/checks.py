@@ -265,8 +265,8 @@ def _advice_on_disk(config: PipelineConfig) -> list[str]:
     extraction = config.extraction
     if config.training.feed != "online":
         return []
-    useless = [f"extraction.teacher = {extraction.teacher}"] * (extraction.teacher != "none") + ["extraction.trim = true"] * extraction.trim
-    return [f"{setting} is of no use with training.feed = online, which stores nothing." for setting in useless]
+    is_set = {f"extraction.teacher = {extraction.teacher}": extraction.teacher != "none", "extraction.trim = true": extraction.trim}
+    return [f"{setting} is of no use with training.feed = online, which stores nothing." for setting, useless in is_set.items() if useless]
 
 
 def _cpu_multiplies_bfloat16() -> bool:

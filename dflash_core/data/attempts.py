@@ -14,15 +14,15 @@ import time
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_ASKED_FOR_S = 1.0, 60.0, 3600.0
 
 
-def passes(status: int) -> bool:
-    """Whether what this HTTP status says may pass, so that the same request may be answered later."""
+def is_temporary(status: int) -> bool:
+    """Whether the same request may be answered later, after a reply with this HTTP status."""
     return status in (408, 409, 425, 429) or status >= 500
 
 
-def pause_after(failures: int, asked_for: float | None = None) -> float:
-    """Seconds to wait after so many failures in a row, of which the server has asked for some."""
+def pause_after(failures: int, at_least: float | None = None) -> float:
+    """Seconds to wait after so many failures in a row; ``at_least``: what the server asks for, if it does."""
     pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
-    return pause if asked_for is None else asked_for + pause / 2
+    return pause if at_least is None else at_least + pause / 2
 
 
 def asked_for(retry_after: str | None) -> float | None:

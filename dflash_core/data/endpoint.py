@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from dflash_core.config import EndpointConfig, GenerationConfig
-from dflash_core.data.attempts import asked_for, passes, pause_after
+from dflash_core.data.attempts import asked_for, is_temporary, pause_after
 from dflash_core.data.types import FinishReason, Message, Response
 from dflash_core.errors import ConfigError, DFlashError, EndpointError, Problem
 
@@ -211,7 +211,7 @@ class EndpointClient:
         if reply.status_code == 200:
             return _answer(endpoint, job, reply.content)
         said = f"HTTP {reply.status_code}: {_shown(endpoint, reply.text)}"
-        if passes(reply.status_code):
+        if is_temporary(reply.status_code):
             raise _FaultError(said, asked_for(reply.headers.get("Retry-After")))
         if reply.status_code in _REFUSED:
             raise RefusedError(f"{endpoint.url} refuses it with {said}")

@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from dflash_core.data.attempts import asked_for, passes, pause_after
+from dflash_core.data.attempts import asked_for, is_temporary, pause_after
 from dflash_core.errors import EndpointError
 from dflash_core.evaluation.result import EvaluationResult
 from dflash_core.stages import Progress, no_progress
@@ -334,7 +334,7 @@ class _Server:
                 if reply.is_success:
                     return reply.text, tries
                 reason = f"status {reply.status_code}: {' '.join(reply.text[:300].split())}"
-                if not passes(reply.status_code):
+                if not is_temporary(reply.status_code):
                     raise EndpointError(f"{self.url}{path}: refused: {reason}")
                 wait = asked_for(reply.headers.get("Retry-After"))
             if tries < TRIES:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import email.utils
 import time
 
-from dflash_core.data.attempts import LONGEST_PAUSE_S, asked_for, passes, pause_after
+from dflash_core.data.attempts import LONGEST_PAUSE_S, asked_for, is_temporary, pause_after
 
 
 def test_what_may_pass_is_asked_again_and_what_is_wrong_with_the_request_is_not() -> None:
-    assert all(map(passes, (408, 409, 425, 429, 500, 502, 503, 504)))
-    assert not any(map(passes, (400, 401, 403, 404, 413, 422)))
+    assert all(map(is_temporary, (408, 409, 425, 429, 500, 502, 503, 504)))
+    assert not any(map(is_temporary, (400, 401, 403, 404, 413, 422)))
 
 
 def test_pauses_double_up_to_a_minute_are_never_the_same_and_give_a_server_at_least_what_it_asks_for() -> None:
