@@ -28,7 +28,9 @@ _SMALLER = {
 
 
 def show_plan(path: Path, overrides: Sequence[str]) -> None:
-    """Print the plan of a configuration, or of the round that a retraining would take up. Nothing is run and nothing is written.
+    """Print the plan of a configuration, or of the round that a retraining would take up. Nothing is run.
+
+    Nothing is written but the champion that such a round begins from, which is fetched.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine, the target or the data.
