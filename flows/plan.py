@@ -81,7 +81,7 @@ def print_plan(plan: Plan, stages: dict[str, StagePlan], forecast: Forecast | No
     if forecast is None:
         console.print("The target is not here yet. Sizes and times are known once the stage 'target' has run.")
         return
-    left = {name: estimates[name] for name, stage in stages.items() if not stage.cached}
+    left = {name: estimates[name] for name, stage in stages.items() if not stage.cached and not (name == "warm_up" and stages["train"].cached)}
     if all(stage.cached for name, stage in stages.items() if name != "warm_up" and stage.why_not != ONLINE):
         console.print("All is done: a run would only verify it.")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_core.data.packages import default_cache_dir
+from tests import waiting
 from tests.forks import Forks
 
 HERE = Path(__file__).parent
@@ -46,6 +48,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     config.option.loadscopereorder = False  # by which modules of few tests would begin last
     return Dealer(config, log)
+
+
+@pytest.fixture(autouse=True)
+def others_threads() -> None:
+    """Which threads a test finds already there."""
+    waiting.others = frozenset(threading.enumerate())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Waiting for what is to happen, for as long as it takes. The limit is a net for what never happens: nothing that is right depends on it.
 
 assert eventually(lambda: feed.depth == 5)
-assert ended("replica")                     # threads with such names
+assert ended("replica")                     # threads of this test with such names
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 200.0  # less than a test may take
+others: frozenset[threading.Thread] = frozenset()
+"""Threads of tests before this one: a failure leaves replicas in their last collective, whose other end has gone, until the transport gives up."""
 
 
 def eventually(condition: Callable[[], object], every_s: float = 0.005) -> bool:
@@ -24,5 +26,5 @@ def eventually(condition: Callable[[], object], every_s: float = 0.005) -> bool:
 
 
 def ended(*prefixes: str) -> bool:
-    """Whether all threads end whose names begin so. One that has told its result needs a moment more to be gone."""
-    return eventually(lambda: not any(thread.name.startswith(prefixes) for thread in threading.enumerate()))
+    """Whether all threads of this test end whose names begin so. One that has told its result needs a moment more to be gone."""
+    return eventually(lambda: not any(thread.name.startswith(prefixes) for thread in threading.enumerate() if thread not in others))
