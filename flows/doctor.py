@@ -25,9 +25,10 @@ def examine() -> bool:
         try:
             finding, mark = check(), "[green]ok[/]"
         except Exception as error:  # whatever is broken on this machine is the finding
-            lines = str(error).strip().splitlines() or [""]
-            finding, mark, well = f"{type(error).__name__}: {lines[0][:200]}", "[red]no[/]", False
-        console.print(f"{mark} [bold]{name:<12}[/] {finding}")
+            cause = getattr(error, "inner_exception", error)  # of a compiler that torch.compile calls
+            lines = str(cause).strip().splitlines() or [""]
+            finding, mark, well = f"{type(cause).__name__}: {lines[0][:200]}", "[red]no[/]", False
+        console.print(f"{mark} [bold]{name:<12}[/] {finding}", soft_wrap=True)
     console.print("All that a run needs is here." if well else "A run would fail where it says 'no'.")
     return well
 
