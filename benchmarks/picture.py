@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS
 from benchmarks.figures import records
-from dflash_core.evaluation.panels import BLUE, FAINT, GREEN, GREY, INK, LIGHT, ORANGE
+from dflash_core.evaluation.panels import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, style
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "drafter.png"
 SETS = {"heldout": "held-out prompts", "gsm8k": "GSM8K", "humaneval": "HumanEval", "mtbench": "MT-bench"}
@@ -86,14 +86,8 @@ def _label(axes: Any, x: float, y: float, value: float) -> None:
 
 
 def _frame(axes: Any, title: str, x_label: str, y_label: str) -> None:
-    axes.set_title(title, fontsize=11, fontweight="bold", color=INK, loc="left", pad=10)
-    axes.set_xlabel(x_label, fontsize=9, color=FAINT)
-    axes.set_ylabel(y_label, fontsize=9, color=FAINT)
-    axes.tick_params(length=0, labelsize=8.5, labelcolor=FAINT)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(LIGHT)
-    axes.grid(color=LIGHT, linewidth=0.8)
-    axes.set_axisbelow(True)
+    style(axes, title, x_label, y_label)
+    axes.grid(axis="x", color=LIGHT, linewidth=0.8)
 
 
 def main(words: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ Metrics = Sequence[Mapping[str, float]]
 def draw_loss(axes: Any, metrics: Metrics) -> None:
     """Loss by step, each record and a running mean; accuracy of the first drafted slot on the right axis."""
     steps, losses = series(metrics, "loss")
-    _style(axes, "Training loss", "optimiser step", "loss")
+    style(axes, "Training loss", "optimiser step", "loss")
     axes.plot(steps, losses, color=LIGHT, linewidth=1)
     axes.plot(steps, running_mean(losses), color=BLUE, linewidth=2)
     axes.margins(x=0.02)
@@ -32,7 +32,7 @@ def draw_loss(axes: Any, metrics: Metrics) -> None:
 
 def draw_acceptance(axes: Any, result: EvaluationResult) -> None:
     """Share of rounds in which each drafted position was accepted, before training and after it."""
-    _style(axes, "Drafted tokens accepted, by position", "position in the block", "% of rounds")
+    style(axes, "Drafted tokens accepted, by position", "position in the block", "% of rounds")
     pairs: list[tuple[str, str, Figures]] = [("after training", BLUE, result.trained)]
     if result.untrained is not None:
         pairs.insert(0, ("before training", GREY, result.untrained))
@@ -53,7 +53,7 @@ def draw_acceptance(axes: Any, result: EvaluationResult) -> None:
 def draw_evaluations(axes: Any, metrics: Metrics) -> None:
     """Acceptance length by step, measured while training went on; the best one marked, of equal ones the last. First token accepted on the right."""
     steps, lengths = series(metrics, LENGTH)
-    _style(axes, "Acceptance length during training", "optimiser step", "acceptance length (1 = no drafter)")
+    style(axes, "Acceptance length during training", "optimiser step", "acceptance length (1 = no drafter)")
     axes.plot(steps, lengths, color=BLUE, linewidth=2, marker="o", markersize=4)
     best = max(range(len(steps)), key=lambda index: (lengths[index], steps[index]))
     axes.annotate(f"{lengths[best]:.2f}", (steps[best], lengths[best]), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=9, color=INK)
@@ -66,7 +66,7 @@ def draw_evaluations(axes: Any, metrics: Metrics) -> None:
 def draw_prompts(axes: Any, result: EvaluationResult) -> None:
     """Acceptance length of every prompt, sorted, with the mean."""
     lengths = sorted((row.acceptance_length for row in result.rows if row.acceptance_length is not None), reverse=True)
-    _style(axes, "Tokens per target pass, prompt by prompt", f"{len(lengths)} prompts, best first", "acceptance length (1 = no drafter)")
+    style(axes, "Tokens per target pass, prompt by prompt", f"{len(lengths)} prompts, best first", "acceptance length (1 = no drafter)")
     if not lengths:
         return
     axes.bar(range(1, len(lengths) + 1), [length - 1 for length in lengths], bottom=1, color=BLUE, width=0.72)
@@ -79,7 +79,7 @@ def draw_prompts(axes: Any, result: EvaluationResult) -> None:
 
 def draw_sets(axes: Any, result: EvaluationResult) -> None:
     """Acceptance length of each set, with its 95 % interval."""
-    _style(axes, "Tokens per target pass, set by set", "acceptance length, 95 % interval (1 = no drafter)", "")
+    style(axes, "Tokens per target pass, set by set", "acceptance length, 95 % interval (1 = no drafter)", "")
     rows: dict[str, tuple[float, Interval | None]] = {}
     for name, found in result.sets.items():
         interval = found.trained.intervals.acceptance_length if found.trained.intervals else None
@@ -95,7 +95,7 @@ def draw_differences(axes: Any, comparison: Comparison) -> None:
     overall = comparison.overall
     differences = sorted((row.second - row.first for row in comparison.rows), reverse=True)
     title = f"{comparison.second_name} against {comparison.first_name}, prompt by prompt"
-    _style(axes, title, f"{len(differences)} prompts: {overall.better} better, {overall.worse} worse", "difference in acceptance length")
+    style(axes, title, f"{len(differences)} prompts: {overall.better} better, {overall.worse} worse", "difference in acceptance length")
     axes.bar(range(len(differences)), differences, color=[BLUE if value > 0 else GREY for value in differences], width=0.8)
     if overall.interval:
         axes.axhspan(overall.interval.low, overall.interval.high, color=ORANGE, alpha=0.2, linewidth=0)
@@ -108,7 +108,7 @@ def draw_differences(axes: Any, comparison: Comparison) -> None:
 
 def draw_set_differences(axes: Any, comparison: Comparison) -> None:
     """Difference of acceptance length of each set, with its 95 % interval."""
-    _style(axes, "Set by set", "difference in acceptance length, 95 % interval", "")
+    style(axes, "Set by set", "difference in acceptance length, 95 % interval", "")
     _dots(axes, {f"{name} ({found.prompts})": (found.difference, found.interval) for name, found in comparison.sets.items()}, "{:+.3f}")
     axes.axvline(0.0, color=INK, linewidth=0.8)
     axes.margins(x=0.15)
@@ -134,7 +134,7 @@ def draw_time(axes: Any, result: EvaluationResult) -> None:
     trained = result.as_served.trained
     baseline_tokens = trained.baseline_tokens_per_second * trained.baseline_seconds.total
     rows = [("with drafter", trained.seconds, trained.tokens), ("target alone", trained.baseline_seconds, baseline_tokens)]
-    _style(axes, "Time per new token", f"milliseconds ({result.as_served.dtype}, {_where(result)})", "")
+    style(axes, "Time per new token", f"milliseconds ({result.as_served.dtype}, {_where(result)})", "")
     axes.grid(axis="x", color=LIGHT, linewidth=0.8)
     axes.grid(visible=False, axis="y")
     for place, (_, seconds, tokens) in enumerate(rows):
@@ -153,7 +153,7 @@ def draw_time(axes: Any, result: EvaluationResult) -> None:
 def draw_throughput(axes: Any, metrics: Metrics) -> None:
     """Training tokens per second by step."""
     steps, speeds = series(metrics, "tokens_per_second")
-    _style(axes, "Training throughput", "optimiser step", "tokens per second")
+    style(axes, "Training throughput", "optimiser step", "tokens per second")
     axes.plot(steps, speeds, color=LIGHT, linewidth=1)
     axes.plot(steps, running_mean(speeds), color=BLUE, linewidth=2)
     axes.margins(x=0.02, y=0.15)
@@ -163,7 +163,7 @@ def draw_throughput(axes: Any, metrics: Metrics) -> None:
 def draw_optimiser(axes: Any, metrics: Metrics) -> None:
     """Gradient norm before clipping by step; learning rate on the right axis."""
     steps, norms = series(metrics, "grad_norm")
-    _style(axes, "Gradient norm and learning rate", "optimiser step", "")
+    style(axes, "Gradient norm and learning rate", "optimiser step", "")
     axes.plot(steps, norms, color=BLUE, linewidth=1.2)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("gradient norm", color=BLUE, fontsize=9)
@@ -174,7 +174,7 @@ def draw_optimiser(axes: Any, metrics: Metrics) -> None:
 def draw_feed(axes: Any, metrics: Metrics) -> None:
     """Share of the time that training waited for rows, by step; rows in the queue on the right axis."""
     steps, shares = series(metrics, "data_wait_share")
-    _style(axes, "Waiting for data", "optimiser step", "")
+    style(axes, "Waiting for data", "optimiser step", "")
     axes.plot(steps, [100 * share for share in shares], color=BLUE, linewidth=1.2)
     axes.set_ylim(0, max([10.0, *(110 * share for share in shares)]))
     axes.set_ylabel("% of the time", color=BLUE, fontsize=9)
@@ -184,7 +184,7 @@ def draw_feed(axes: Any, metrics: Metrics) -> None:
 
 def draw_memory(axes: Any, metrics: Metrics) -> None:
     """Memory by step: resident set of the process, and peak and reserved memory of each GPU."""
-    _style(axes, "Memory during training", "optimiser step", "GiB")
+    style(axes, "Memory during training", "optimiser step", "GiB")
     names = sorted({name for record in metrics for name in record if name == "memory_rss" or name.startswith(("memory_peak", "memory_reserved"))})
     for number, name in enumerate(names):
         steps, values = series(metrics, name)
@@ -220,7 +220,8 @@ def _right_axis(axes: Any, steps: Sequence[float], values: Sequence[float], labe
     right.spines[:].set_visible(False)
 
 
-def _style(axes: Any, title: str, x_label: str, y_label: str) -> None:
+def style(axes: Any, title: str, x_label: str, y_label: str) -> None:
+    """What all pictures have in common: title, labels, a grid along y, on whatever is behind."""
     axes.set_facecolor("none")  # whatever the page has behind it
     axes.set_title(title, fontsize=11, fontweight="bold", color=INK, loc="left", pad=10)
     axes.set_xlabel(x_label, fontsize=9, color=FAINT)
