@@ -28,8 +28,8 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from dflash_core.disk import FULL
 from dflash_core.errors import ShardError
-from dflash_core.shards.disk import FULL
 from dflash_core.shards.format import CARD, INDEX_PARTS, ShardCard, index_part, shard_name
 from dflash_core.shards.store import clear_errors, open_store, put, sweep
 

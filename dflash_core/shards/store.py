@@ -18,11 +18,12 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import ValidationError
 
+from dflash_core.disk import FULL, clear_disk_errors, full_disk
 from dflash_core.errors import ShardError
-from dflash_core.shards.disk import FULL, clear_disk_errors
 from dflash_core.shards.format import CARD, INDEX, ShardCard, index_part, is_whole, shard_name
 from dflash_core.stages import Progress, atomic_write, no_progress
 
+SHARDS_KEPT = "Finished shards are kept: free some space and run the extraction again."
 _AT_ONCE = 8  # files on their way together: a single connection to an object store does not fill a network
 
 
@@ -95,7 +96,7 @@ def _fetch(files: Any, path: str, name: str, there: Mapping[str, int], folder: P
     """Copy a file from the store, unless it is here and of the same size."""
     here = folder / name
     if not here.is_file() or here.stat().st_size != there.get(name):
-        with clear_disk_errors(folder, there.get(name, 0)), atomic_write(here) as temporary:
+        with clear_disk_errors(folder, there.get(name, 0), SHARDS_KEPT, ShardError), atomic_write(here) as temporary:
             files.get_file(f"{path}/{name}", str(temporary))
 
 
@@ -104,7 +105,7 @@ def put(files: Any, source: Path, there: str) -> None:
     if not isinstance(files, LocalFileSystem):
         files.put_file(str(source), there)
         return
-    with clear_disk_errors(Path(there).parent, source.stat().st_size), atomic_write(Path(there)) as temporary:
+    with clear_disk_errors(Path(there).parent, source.stat().st_size, SHARDS_KEPT, ShardError), atomic_write(Path(there)) as temporary:
         files.put_file(str(source), str(temporary))
 
 
@@ -129,7 +130,7 @@ def fetch_file(address: str, path: Path) -> None:
     """Copy one file from a store. Raises ``ShardError`` where there is none, or the store cannot be used."""
     with clear_errors(address):
         files, there = open_store(address)
-        with clear_disk_errors(path.parent, 0):
+        with clear_disk_errors(path.parent, 0, SHARDS_KEPT, ShardError):
             files.get_file(there, str(path))
 
 
@@ -178,7 +179,7 @@ def clear_errors(address: str) -> Iterator[None]:
         raise ShardError(f"{address}: {error}. For Amazon's and compatible stores: pip install 'dflash-pipeline[s3]'.") from error
     except Exception as error:  # every kind of store has errors of its own
         if isinstance(error, OSError) and error.errno in FULL:
-            raise ShardError(f"{address}: its disk is full ({error.strerror}). What is there is kept: free some space and start again.") from error
+            raise ShardError(full_disk(address, error, "nothing more fits", SHARDS_KEPT)) from error
         message = f"{type(error).__name__}: {error}"
         raise ShardError(
             f"{address} cannot be used: {message}. Check address, credentials and network (extraction.store), and start again."

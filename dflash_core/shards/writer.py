@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from dflash_core.disk import clear_disk_errors
 from dflash_core.errors import ShardError
 from dflash_core.shards.claims import Claims
-from dflash_core.shards.disk import clear_disk_errors
 from dflash_core.shards.format import (
     CARD,
     DTYPES,
@@ -40,7 +40,7 @@ from dflash_core.shards.format import (
     shard_name,
 )
 from dflash_core.shards.leases import SharedShards
-from dflash_core.shards.store import pull_shards
+from dflash_core.shards.store import SHARDS_KEPT, pull_shards
 from dflash_core.stages import atomic_write, write_json_atomic
 
 
@@ -60,7 +60,7 @@ class ShardWriter:
         self.folder = folder
         self.card = card
         self._shared, self._keep = shared, keep
-        with clear_disk_errors(folder, 0):
+        with clear_disk_errors(folder, 0, SHARDS_KEPT, ShardError):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / CARD).exists():
                 ShardCard.read(folder).require(card.identity, folder)
@@ -113,7 +113,7 @@ class ShardWriter:
             raise ValueError(f"shard {shard} has {len(samples)} samples, but {len(ids)} ids and {len(lengths)} lengths were given")
         counts = {TOKENS: [int(length) for length in lengths], **(rows or {})}
         layout = Layout.of(self.card.columns, {name: sum(found) for name, found in counts.items()})
-        with clear_disk_errors(self.folder, layout.size):
+        with clear_disk_errors(self.folder, layout.size, SHARDS_KEPT, ShardError):
             with atomic_write(self.folder / shard_name(shard)) as temporary:
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
                 try:
@@ -158,7 +158,7 @@ class ShardWriter:
         table = pa.concat_tables([read_index(index_part(self.folder, shard), self.card) for shard in range(self.card.num_shards)]).combine_chunks()
         for leftover in [*self.folder.glob(".*.tmp"), *self.folder.glob(f"{INDEX_PARTS}/.*.tmp")]:
             leftover.unlink()
-        with clear_disk_errors(self.folder, 0):
+        with clear_disk_errors(self.folder, 0, SHARDS_KEPT, ShardError):
             _write_index(self.folder / INDEX, table)
         self._claims.remove()
         return table

@@ -27,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dflash_core.disk import clear_disk_errors
 from dflash_core.errors import CheckpointError
-from dflash_core.shards.disk import clear_disk_errors
 from dflash_core.stages import atomic_write, file_sha256, save_tensors, sync_files, sync_folder
 
 logger = logging.getLogger(__name__)

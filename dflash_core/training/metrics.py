@@ -11,8 +11,8 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dflash_core.disk import clear_disk_errors
 from dflash_core.errors import TrainingError
-from dflash_core.shards.disk import clear_disk_errors
 from dflash_core.stages import MetricSink, atomic_write, no_metrics
 from dflash_core.training.checkpoints import CHECKPOINTS_KEPT
 from dflash_core.training.evaluator import Evaluation

@@ -221,7 +221,7 @@ def test_a_disk_that_is_full_leaves_no_empty_card_in_whose_place_none_can_be_put
         return int(original(self, content))
 
     monkeypatch.setattr(LocalFileOpener, "write", full)
-    with pytest.raises(ShardError, match=r"store: its disk is full \(No space left on device\).*free some space and start again"):
+    with pytest.raises(ShardError, match=r"disk of file:.*store is full \(No space left on device\).*free some space and run the extraction again"):
         run(tmp_path / "a", shared=address)
     assert refused
     run(tmp_path / "a", shared=address)

@@ -132,7 +132,7 @@ def test_a_disk_that_is_full_is_told_as_that_and_leaves_no_part_of_a_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(files, name, full)
-        with pytest.raises(ShardError, match=rf"The disk of {to} is full.*a file of [0-9,]+ bytes does not fit.*free some space") as caught:
+        with pytest.raises(ShardError, match=rf"The disk of {to} is full.*[0-9,]+ bytes do not fit.*free some space") as caught:
             copy()
     assert "network" not in str(caught.value)
     assert not [path for path in to.rglob("*") if "shard-00001.safetensors" in path.name]

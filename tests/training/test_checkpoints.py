@@ -106,7 +106,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_told_as_that_and_gives_ba
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"The disk of .* is full .*of 204 bytes does not fit.*before it are kept.*: free some space"):
+        with pytest.raises(CheckpointError, match=r"The disk of .* is full .*204 bytes do not fit.*before it are kept.*: free some space"):
             save(tmp_path, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
