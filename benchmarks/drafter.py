@@ -7,8 +7,9 @@ python -m benchmarks.drafter --config configs/smollm2-135m.yaml --set evaluation
 Reads what ``python -m dflash_core evaluate`` or ``dflashctl run`` has left for the same configuration and settings, and appends:
 
 tau.<set>                mean over requests of accepted tokens a round, plus one (greedy, one request at a time); the detail says how it was measured
-speedup.<gpu or cpu>     new tokens a second over those of the target alone, both with the same caches and graphs, on the set ``--speed-on``, as it is
-                         served (``evaluation.served_dtype``); in float32 ``speedup.<gpu or cpu>.float32``, as nobody serves like that
+speedup.gpu              new tokens a second over those of the target alone, both with the same caches and graphs, on the set ``--speed-on``, as it is
+                         served (``evaluation.served_dtype``); in float32 ``speedup.gpu.float32``, as nobody serves like that
+speedup.cpu.<dtype>      the same on a CPU, where ``speedup.cpu`` is that of the best block size, which ``benchmarks.blocks`` records
 tau.trained              acceptance at the end of the training, where it was measured on the way, and in the detail at each evaluation by tokens
 drafter.train_s          seconds of the training's steps; like ``tau.trained`` only where the evaluation was on a device of the same type
 """
@@ -56,8 +57,8 @@ def record_sets(recorder: Recorder, found: EvaluationResult, sets: Collection[st
             "other_blocks_on_all_prompts": _rounded(blocks),
         }  # fmt: skip
         device = "gpu" if found.device.startswith("cuda") else "cpu"
-        precision = "" if at.dtype == "bfloat16" else f".{at.dtype}"
-        recorder.add(f"speedup.{device}{precision}", figures.speedup, "ratio", figures.prompts, how | detail)
+        name = "speedup.gpu" if (device, at.dtype) == ("gpu", "bfloat16") else f"speedup.{device}.{at.dtype}"
+        recorder.add(name, figures.speedup, "ratio", figures.prompts, how | detail)
 
 
 def record_training(recorder: Recorder, config: PipelineConfig, folder: Path, counts: dict[str, Any]) -> None:

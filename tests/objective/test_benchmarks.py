@@ -134,10 +134,10 @@ def test_a_drafter_is_recorded_as_its_evaluation_and_its_training_were(tmp_path,
     run_all(Plan(load_config(config, settings)))
     assert main(words) == 0
     records = {record["name"]: record for record in map(json.loads, results.read_text().splitlines())}
-    assert list(records) == ["drafter.train_s", "tau.trained", "tau.heldout", "speedup.cpu", "speedup.cpu.float32"]
+    assert list(records) == ["drafter.train_s", "tau.trained", "tau.heldout", "speedup.cpu.bfloat16", "speedup.cpu.float32"]
     assert list(records["tau.trained"]["detail"]["by_tokens"]) == ["0", "128", "256"]
     assert 1.0 <= records["tau.heldout"]["value"] <= 4.0
-    served = records["speedup.cpu"]
+    served = records["speedup.cpu.bfloat16"]
     assert (served["samples"], served["detail"]["dtype"], set(served["detail"]["other_blocks_on_all_prompts"])) == (2, "bfloat16", {"2"})
     assert records["speedup.cpu.float32"]["samples"] == 3
 
