@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
 
 
 class Tilings(NamedTuple):
-    """The four passes: the forward one, and three of the backward: own blocks, dk and dv by key, dq by query."""
+    """The four passes: the forward one, and three of the backward: own blocks, dk and dv by key, then dq by query."""
 
     forward: Tiling
     own: Tiling
@@ -38,8 +38,11 @@ class Tilings(NamedTuple):
     by_query: Tiling
 
 
-TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(16, 16, 2, 1), by_key=Tiling(64, 128, 8, 3), by_query=Tiling(128, 64, 8, 3))
+TILINGS = Tilings(forward=Tiling(128, 64, 8, 3), own=Tiling(16, 16, 2, 1), by_key=Tiling(64, 128, 8, 3), by_query=Tiling(128, 32, 8, 6))
 """Measured on an H200 for heads of 128 (benchmarks/RESULTS.md)."""
+
+SCORE_GRADIENT_BYTES = 2 * 2**30
+"""Most memory that the backward pass takes for the gradient of the scores; what does not fit is computed for so many heads after each other."""
 
 
 class IntervalMask(NamedTuple):
@@ -207,18 +210,25 @@ def launch_backward(
         q, kb, vb, out, dout, lse, delta, own_dq, dkb, dvb, *_strides(q, kb, vb, out, dout, own_dq, dkb, dvb), A, G, Q, factor, scale,
         GROUP=A // G, S=S, D=D, QUERIES=queries, EVEN_Q=Q % queries == 0, CAUSAL=mask.window > 0, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-    tiling, tiles = tilings.by_key, mask.by_key.shape[1]
-    keys_kernel[(tiles * B * A,)](
-        q, kc, vc, dout, lse, delta, dk, dv, mask.start, mask.anchor, mask.by_key,
-        *_strides(q, kc, vc, dout, dk), A, A // G, N, T, Q, tiles, factor, scale,
-        **_walk(tiling, Q, T, S, D, mask.window),
-    )  # fmt: skip
-    tiling, tiles = tilings.by_query, mask.by_query.shape[1]
-    queries_kernel[(tiles * B * A,)](
-        q, kc, vc, dout, lse, delta, own_dq, dq, mask.start, mask.anchor, mask.by_query,
-        *_strides(q, kc, vc, dout, own_dq, dq), A, A // G, N, T, Q, tiles, factor, scale,
-        **_walk(tiling, Q, T, S, D, mask.window),
-    )  # fmt: skip
+    # dk and dv need the gradient of the scores, and dq needs no more than that and the keys: kept for a few heads at a time, it is computed once.
+    by_key, by_query, key_tiles, query_tiles = tilings.by_key, tilings.by_query, mask.by_key.shape[1], mask.by_query.shape[1]
+    padded_keys = max(key_tiles * by_key.keys, -(-T // by_query.keys) * by_query.keys)
+    padded_queries = max(query_tiles * by_query.queries, -(-Q // by_key.queries) * by_key.queries)
+    passes = -(-B * A * padded_keys * padded_queries * q.element_size() // SCORE_GRADIENT_BYTES)
+    heads = -(-B * A // passes)
+    ds = torch.empty((heads, padded_keys, padded_queries), device=q.device, dtype=q.dtype)
+    for first in range(0, B * A, heads):
+        heads = min(heads, B * A - first)
+        keys_kernel[(key_tiles * heads,)](
+            q, kc, vc, dout, lse, delta, dk, dv, ds, mask.start, mask.anchor, mask.by_key,
+            *_strides(q, kc, vc, dout, dk), *ds.stride()[:2], first, A, A // G, N, T, Q, key_tiles, factor, scale,
+            **_walk(by_key, Q, T, S, D, mask.window),
+        )  # fmt: skip
+        queries_kernel[(query_tiles * heads,)](
+            kc, ds, own_dq, dq, mask.start, mask.anchor, mask.by_query,
+            *_strides(kc, own_dq, dq), *ds.stride()[:2], first, A, A // G, N, T, Q, query_tiles, scale,
+            **_walk(by_query, Q, T, S, D, mask.window),
+        )  # fmt: skip
     return dq, dk, dv, dkb, dvb
 
 

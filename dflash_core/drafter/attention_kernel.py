@@ -7,6 +7,9 @@ other axis, which the context intervals of the blocks give (``attention.interval
 ends compare a key with the interval of its query's block. A block sees of the draft keys its own only, so these are a square tile on the diagonal
 that never enters the walk: the backward pass takes them together with what it needs once a query anyway (``own_block_kernel``).
 
+The pass by key computes the gradient of the scores for dk and writes it down: dq is one product of it then, and the pass by query reads instead of
+computing scores, exponentials and gradient again.
+
 A sliding window (WINDOW, 0 for none) makes the intervals later and the walks shorter. Each further slot of a block sees one key less at the far end,
 which is compared where the ends are, and of its own block nothing after itself.
 
@@ -187,9 +190,9 @@ def own_block_kernel(
 
 @triton.jit
 def _keys_walk(
-    dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
+    dk, dv, k, v, keys, q_ptr, do_ptr, ds_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, ds_t, lo, full_lo, full_hi, hi,
     N, Q, factor,
-    S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, EVEN_Q: tl.constexpr, MASKED: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for i in range(_walk_length(lo, full_lo, full_hi, hi, MASKED)):
         queries = _walked(i, lo, full_lo, full_hi, MASKED) * QUERIES + tl.arange(0, QUERIES)
@@ -209,22 +212,24 @@ def _keys_walk(
             p = tl.where((keys[:, None] >= start[None, :]) & (keys[:, None] < anchor[None, :]), p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         ds = (p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])).to(q.dtype)
+        tl.store(ds_ptr + tl.arange(0, KEYS)[:, None] * ds_t + queries[None, :], ds)
         dk = tl.dot(ds, q, dk, input_precision="ieee")
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head"])
 def keys_kernel(
-    q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, start_ptr, anchor_ptr, ranges_ptr,
-    q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, do_b, do_a, do_q, dk_b, dk_a, dk_t,
-    A, GROUP, N, T, Q, tiles, factor, scale,
+    q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, ds_ptr, start_ptr, anchor_ptr, ranges_ptr,
+    q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, do_b, do_a, do_q, dk_b, dk_a, dk_t, ds_h, ds_t,
+    first_head, A, GROUP, N, T, Q, tiles, factor, scale,
     S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [B, T, A, D] of the context, one query head at a time."""
+    """dk and dv [B, T, A, D] of the context, one query head at a time, and the gradient of the scores, from which ``queries_kernel`` makes dq."""
     heads = tl.num_programs(0) // tiles
-    tile = tl.program_id(0) // heads  # early keys are seen most
-    b, a = (tl.program_id(0) % heads) // A, (tl.program_id(0) % heads) % A
+    tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads  # early keys are seen most
+    b, a = (first_head + head) // A, (first_head + head) % A
     b, a, g = b.to(tl.int64), a.to(tl.int64), (a // GROUP).to(tl.int64)
+    ds_ptr += head.to(tl.int64) * ds_h + (tile * KEYS).to(tl.int64) * ds_t
     keys = tile * KEYS + tl.arange(0, KEYS)
     k = _rows(kc_ptr + b * kc_b + g * kc_g, keys, kc_t, T, D, EVEN_T)
     v = _rows(vc_ptr + b * vc_b + g * vc_g, keys, vc_t, T, D, EVEN_T)
@@ -236,12 +241,12 @@ def keys_kernel(
     dk = tl.zeros([KEYS, D], tl.float32)
     dv = tl.zeros([KEYS, D], tl.float32)
     dk, dv = _keys_walk(
-        dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
-        N, Q, factor, S, D, WINDOW, QUERIES, EVEN_Q, False,
+        dk, dv, k, v, keys, q_ptr, do_ptr, ds_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, ds_t, lo, full_lo, full_hi, hi,
+        N, Q, factor, S, D, WINDOW, QUERIES, KEYS, EVEN_Q, False,
     )  # fmt: skip
     dk, dv = _keys_walk(
-        dk, dv, k, v, keys, q_ptr, do_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, lo, full_lo, full_hi, hi,
-        N, Q, factor, S, D, WINDOW, QUERIES, EVEN_Q, True,
+        dk, dv, k, v, keys, q_ptr, do_ptr, ds_ptr, lse_ptr, delta_ptr, start_ptr, anchor_ptr, q_q, do_q, ds_t, lo, full_lo, full_hi, hi,
+        N, Q, factor, S, D, WINDOW, QUERIES, KEYS, EVEN_Q, True,
     )  # fmt: skip
     _put_rows(dk_ptr + b * dk_b + a * dk_a, keys, dk_t, T, dk * scale, D, EVEN_T)
     _put_rows(dv_ptr + b * dk_b + a * dk_a, keys, dk_t, T, dv, D, EVEN_T)
@@ -249,46 +254,42 @@ def keys_kernel(
 
 @triton.jit
 def _queries_walk(
-    dq, q, do, lse, delta, start, anchor, k_ptr, v_ptr, stride_k, stride_v, lo, full_lo, full_hi, hi, T, factor,
+    dq, queries, start, anchor, k_ptr, ds_ptr, stride_k, ds_t, lo, full_lo, full_hi, hi, T,
     D: tl.constexpr, KEYS: tl.constexpr, EVEN_T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for i in range(_walk_length(lo, full_lo, full_hi, hi, MASKED)):
-        keys = _walked(i, lo, full_lo, full_hi, MASKED) * KEYS + tl.arange(0, KEYS)
+        first = _walked(i, lo, full_lo, full_hi, MASKED) * KEYS
+        keys = first + tl.arange(0, KEYS)
         k = _rows(k_ptr, keys, stride_k, T, D, EVEN_T)
-        v = _rows(v_ptr, keys, stride_v, T, D, EVEN_T)
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * factor - lse[:, None])
-        if MASKED:
-            p = tl.where((keys[None, :] >= start[:, None]) & (keys[None, :] < anchor[:, None]), p, 0.0)
-        ds = (p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision="ieee")
+        ds = tl.load(ds_ptr + first.to(tl.int64) * ds_t + tl.arange(0, KEYS)[:, None] * ds_t + queries[None, :])  # [keys, queries]
+        if MASKED:  # also what no program of ``keys_kernel`` has come by, and nobody has written
+            ds = tl.where((keys[:, None] >= start[None, :]) & (keys[:, None] < anchor[None, :]), ds, 0.0)
+        dq = tl.dot(tl.trans(ds), k, dq, input_precision="ieee")
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head"])
 def queries_kernel(
-    q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, own_ptr, dq_ptr, start_ptr, anchor_ptr, ranges_ptr,
-    q_b, q_a, q_q, kc_b, kc_g, kc_t, vc_b, vc_g, vc_t, do_b, do_a, do_q, own_b, own_a, own_q, dq_b, dq_a, dq_q,
-    A, GROUP, N, T, Q, tiles, factor, scale,
+    kc_ptr, ds_ptr, own_ptr, dq_ptr, start_ptr, anchor_ptr, ranges_ptr,
+    kc_b, kc_g, kc_t, own_b, own_a, own_q, dq_b, dq_a, dq_q, ds_h, ds_t,
+    first_head, A, GROUP, N, T, Q, tiles, scale,
     S: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_T: tl.constexpr,
 ):  # fmt: skip
     """dq: the share of the own block, which is there already, and that of the context."""
     heads = tl.num_programs(0) // tiles
-    tile = tiles - 1 - tl.program_id(0) // heads
-    b, a = (tl.program_id(0) % heads) // A, (tl.program_id(0) % heads) % A
+    tile, head = tiles - 1 - tl.program_id(0) // heads, tl.program_id(0) % heads
+    b, a = (first_head + head) // A, (first_head + head) % A
     b, a, g = b.to(tl.int64), a.to(tl.int64), (a // GROUP).to(tl.int64)
     queries = tile * QUERIES + tl.arange(0, QUERIES)
     slots = tl.minimum(queries // S, N - 1)
     start, anchor = tl.load(start_ptr + b * N + slots), tl.load(anchor_ptr + b * N + slots)
     start = _first_seen(start, anchor, queries, S, WINDOW)
-    q = _rows(q_ptr + b * q_b + a * q_a, queries, q_q, Q, D, EVEN_Q)
-    do = _rows(do_ptr + b * do_b + a * do_a, queries, do_q, Q, D, EVEN_Q)
-    lse = tl.load(lse_ptr + (b * A + a) * Q + queries, mask=queries < Q, other=float("inf"))
-    delta = tl.load(delta_ptr + (b * A + a) * Q + queries, mask=queries < Q, other=0.0)
-    k_ptr, v_ptr = kc_ptr + b * kc_b + g * kc_g, vc_ptr + b * vc_b + g * vc_g
+    k_ptr = kc_ptr + b * kc_b + g * kc_g
+    ds_ptr += head.to(tl.int64) * ds_h
     ranges_ptr += (b * tiles + tile) * 4
     lo, full_lo, full_hi, hi = tl.load(ranges_ptr), tl.load(ranges_ptr + 1), tl.load(ranges_ptr + 2), tl.load(ranges_ptr + 3)
     dq = tl.zeros([QUERIES, D], tl.float32)
-    dq = _queries_walk(dq, q, do, lse, delta, start, anchor, k_ptr, v_ptr, kc_t, vc_t, lo, full_lo, full_hi, hi, T, factor, D, KEYS, EVEN_T, False)
-    dq = _queries_walk(dq, q, do, lse, delta, start, anchor, k_ptr, v_ptr, kc_t, vc_t, lo, full_lo, full_hi, hi, T, factor, D, KEYS, EVEN_T, True)
+    dq = _queries_walk(dq, queries, start, anchor, k_ptr, ds_ptr, kc_t, ds_t, lo, full_lo, full_hi, hi, T, D, KEYS, EVEN_T, False)
+    dq = _queries_walk(dq, queries, start, anchor, k_ptr, ds_ptr, kc_t, ds_t, lo, full_lo, full_hi, hi, T, D, KEYS, EVEN_T, True)
     own = _rows(own_ptr + b * own_b + a * own_a, queries, own_q, Q, D, EVEN_Q).to(tl.float32)
     _put_rows(dq_ptr + b * dq_b + a * dq_a, queries, dq_q, Q, dq * scale + own, D, EVEN_Q)

@@ -60,6 +60,16 @@ class Products(nn.Module):
         """What each of the linear layers makes of ``x``."""
         return fp8_linears(x, *(linear.weight for linear in linears)) if self.fp8 else tuple(linear(x) for linear in linears)
 
+    def joint_products(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """``products`` by one product with all weights in training, where the gradient of ``x`` is one product then, instead of a sum of several.
+
+        Copying the weights together costs less than that sum where they are small beside ``x`` (benchmarks/RESULTS.md).
+        """
+        if self.fp8 or not torch.is_grad_enabled():
+            return self.products(x, *linears)
+        joint = functional.linear(x, torch.cat([linear.weight for linear in linears]))
+        return joint.split([linear.out_features for linear in linears], dim=-1)
+
 
 class Attention(Products):
     """Grouped-query attention from the block to the context and to the block itself."""
@@ -84,13 +94,17 @@ class Attention(Products):
 
     def unrotated(self, x_XH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [..., A, D], keys and values [..., G, D] without their positions."""
-        q, k, v = (self._heads(x) for x in self.products(x_XH, self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (self._heads(x) for x in self.joint_products(x_XH, self.q_proj, self.k_proj, self.v_proj))
         return self.q_norm(q), self.k_norm(k), v
 
     def keys_values(self, x_BXH: Tensor, rotation: Rotation) -> KeysValues:
         """Two of [B, X, G, D]."""
-        k, v = (self._heads(x) for x in self.products(x_BXH, self.k_proj, self.v_proj))
-        return rotate(self.k_norm(k), rotation), v
+        k, v = self.products(x_BXH, self.k_proj, self.v_proj)
+        return self.of_products(k, v, rotation)
+
+    def of_products(self, k_BXK: Tensor, v_BXK: Tensor, rotation: Rotation) -> KeysValues:
+        """``keys_values`` of what ``k_proj`` and ``v_proj`` have made, [B, X, G * D]."""
+        return rotate(self.k_norm(self._heads(k_BXK)), rotation), self._heads(v_BXK)
 
     def attend(self, q_BQAD: Tensor, context: KeysValues, block: KeysValues, mask: Mask) -> Tensor:
         """[B, Q, A, D], under one of the three forms of the mask."""
@@ -277,24 +291,31 @@ class DFlashDrafter(nn.Module):
         dtype = context_BTH.dtype
         anchors_BN1H, mask_H = anchor_embeddings_BNH[:, :, None].to(dtype), mask_embedding_H.to(dtype)
         x_BQH = torch.cat([anchors_BN1H, mask_H.expand(*anchors_BN1H.shape[:2], S - 1, -1)], dim=2).flatten(1, 2)
-        for i, layer in enumerate(layers):
+        contexts = self._keys_values_of_layers(context_BTH, context_rotation)
+        for i, (layer, context) in enumerate(zip(layers, contexts, strict=True)):
 
-            def through(x_BQH: Tensor, context_BTH: Tensor, layer: DraftLayer = layer, i: int = i) -> Tensor:
+            def through(x_BQH: Tensor, context: KeysValues, layer: DraftLayer = layer, i: int = i) -> Tensor:
                 attention = layer.self_attn
                 if i == 0:
                     q, block = layer.first_queries_keys_values(anchor_embeddings_BNH.to(dtype), mask_H, block_rotation, S)
                 else:
                     q, block = layer.queries_keys_values(x_BQH, block_rotation)
-                attended = attention.attend(q, attention.keys_values(context_BTH, context_rotation), block, self._mask_of(i, mask))
+                attended = attention.attend(q, context, block, self._mask_of(i, mask))
                 if i == len(layers) - 1:
                     x_BQH, attended = (self._predicting(x) for x in (x_BQH, attended))
                 return layer.finish(x_BQH, attended)
 
             if self.activation_checkpointing:
-                x_BQH = checkpoint(through, x_BQH, context_BTH, use_reentrant=False, preserve_rng_state=False)
+                x_BQH = checkpoint(through, x_BQH, context, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BQH = through(x_BQH, context_BTH)
+                x_BQH = through(x_BQH, context)
         return self.norm(x_BQH).unflatten(1, (anchors_BN1H.shape[1], -1))
+
+    def _keys_values_of_layers(self, context_BTH: Tensor, rotation: Rotation) -> list[KeysValues]:
+        """``keys_values`` of the context in every layer."""
+        attentions = [layer.self_attn for layer in self._draft_layers()]
+        made = attentions[0].joint_products(context_BTH, *(linear for attention in attentions for linear in (attention.k_proj, attention.v_proj)))
+        return [attention.of_products(k, v, rotation) for attention, k, v in zip(attentions, made[::2], made[1::2], strict=True)]
 
     def _mask_of(self, layer: int, masks: Masks) -> Mask:
         if not self.config.sliding_layers:
