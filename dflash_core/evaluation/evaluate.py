@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -65,12 +64,13 @@ def evaluate_drafter(
         InputError: ``evaluation.block_size`` or one of ``block_sizes`` is not one that the drafter can draft, a prompt leaves no room in the
             target's positions, or so many requests do not fit into the memory of the target's device.
     """
-    bench, digest, found = _decode(config, target, drafter, prompts, folder, untrained, progress, "prompts", with_ways=served is None)
+    bench = _Bench(config, target, drafter, prompts, untrained=untrained, with_ways=served is None)
+    found = bench.decode(folder, progress, "prompts")
     result = EvaluationResult(
         target=target.info.name,
         target_digest=target.info.digest,
         drafter_digest=bench.drafter_digest,
-        prompts_digest=digest,
+        prompts_digest=bench.prompts_digest,
         device=str(target.device),
         threads=torch.get_num_threads(),
         block_size=bench.room.block_size,
@@ -97,46 +97,8 @@ def measure_served(
     Args, errors and resuming are those of ``evaluate_drafter``, whose records these stand among; ``target`` is in the precision of serving.
     """
     chosen = sorted(_first_of_each_set(prompts, config.evaluation.served_prompts))
-    unit = f"prompts in {name_of(target.dtype)}"
-    return _decode(config, target, drafter, [prompts[index] for index in chosen], folder, None, progress, unit, with_ways=True)[2]
-
-
-def _decode(
-    config: PipelineConfig, target: TargetModel, drafter: DFlashDrafter, prompts: Sequence[EvaluationPrompt], folder: Path,
-    untrained: DFlashDrafter | None, progress: Progress, unit: str, *, with_ways: bool,
-) -> tuple[_Bench, str, InPrecision]:  # fmt: skip
-    """Decode what there are no records of yet. Returns what it was measured with, the digest of the prompts, and the figures."""
-    settings = config.evaluation
-    if not prompts:
-        remedy = "Raise data.heldout_fraction or give more prompts"
-        raise DataError("evaluation", [Problem("data.heldout_fraction", config.data.heldout_fraction, "left no prompt to evaluate on", remedy)])
-    if problems := list(block_size_problems(settings, drafter.config.block_size)):  # this drafter may be another than the settings'
-        raise InputError("evaluation", problems)
-    folder.mkdir(parents=True, exist_ok=True)
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    room = Room(1, longest, settings.max_new_tokens, settings.block_size or drafter.config.block_size)
-    ways = further_ways(settings, room.block_size) if with_ways else []
-    require_room_of_ways(ways, target, drafter.config, prompts, settings.max_new_tokens)
-    with fits(target, room, drafter.config, "evaluation.max_new_tokens", settings.max_new_tokens, drafters=2 if untrained is not None else 1):
-        bench = _Bench(target, drafter, untrained, room, graphs=settings.cuda_graphs)
-    path, keys = folder / RECORDS, [bench.key(prompt) for prompt in prompts]
-    records = {record.key: record for record in read_records(path, set(keys))}
-    compared = _first_of_each_set(prompts, settings.untrained_prompts) if bench.compares else set()
-    missing = [index for index, key in enumerate(keys) if not _covers(records.get(key), wants_untrained=index in compared)]
-    if missing:
-        bench.warm_up(prompts[missing[0]])
-    for done, index in enumerate(missing, start=len(prompts) - len(missing)):
-        progress(done, len(prompts), unit)
-        record = bench.measure(prompts[index], with_untrained=index in compared)
-        append_record(path, record)
-        records[record.key] = record
-    progress(len(prompts), len(prompts), unit)
-    digest = digest_of([asdict(prompt) for prompt in prompts])
-    measured = measure_ways(
-        ways, target, bench.drafter, prompts, settings.max_new_tokens, folder,
-        key=digest_of([bench.measured, digest]), graphs=settings.cuda_graphs is not False, progress=progress,
-    )  # fmt: skip
-    return bench, digest, in_precision([records[key] for key in keys], room.block_size, name_of(target.dtype), measured)
+    bench = _Bench(config, target, drafter, [prompts[index] for index in chosen], untrained=None, with_ways=True)
+    return bench.decode(folder, progress, f"prompts in {name_of(target.dtype)}")
 
 
 def _first_of_each_set(prompts: Sequence[EvaluationPrompt], count: int | None) -> set[int]:
@@ -151,28 +113,61 @@ def _first_of_each_set(prompts: Sequence[EvaluationPrompt], count: int | None) -
 
 
 class _Bench:
-    """The target and the drafters, ready to answer prompts."""
+    """The target and the drafters, ready to answer these prompts. Making one raises what ``evaluate_drafter`` does."""
 
-    def __init__(self, target: TargetModel, drafter: DFlashDrafter, untrained: DFlashDrafter | None, room: Room, *, graphs: bool | Literal["auto"]):
-        self._target, self.room = target, room
-        self._models = {"trained": _decoding_copy(drafter, target)}
-        if untrained is not None:
-            self._models["untrained"] = _decoding_copy(untrained, target)
-        self._verifier = open_verifier(target, room, graphs=graphs is not False)
-        if graphs is True and not self._verifier.graphs:
+    def __init__(
+        self, config: PipelineConfig, target: TargetModel, drafter: DFlashDrafter, prompts: Sequence[EvaluationPrompt],
+        *, untrained: DFlashDrafter | None, with_ways: bool,
+    ):  # fmt: skip
+        if not prompts:
+            remedy = "Raise data.heldout_fraction or give more prompts"
+            raise DataError("evaluation", [Problem("data.heldout_fraction", config.data.heldout_fraction, "left no prompt to evaluate on", remedy)])
+        settings = config.evaluation
+        if problems := list(block_size_problems(settings, drafter.config.block_size)):  # this drafter may be another than the settings'
+            raise InputError("evaluation", problems)
+        self._settings, self._target, self._prompts = settings, target, prompts
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        self.room = Room(1, longest, settings.max_new_tokens, settings.block_size or drafter.config.block_size)
+        self._ways = further_ways(settings, self.room.block_size) if with_ways else []
+        require_room_of_ways(self._ways, target, drafter.config, prompts, settings.max_new_tokens)
+        originals = {"trained": drafter} if untrained is None else {"trained": drafter, "untrained": untrained}
+        with fits(target, self.room, drafter.config, "evaluation.max_new_tokens", settings.max_new_tokens, drafters=len(originals)):
+            self._models = {name: _decoding_copy(model, target) for name, model in originals.items()}
+            self._verifier = open_verifier(target, self.room, graphs=settings.cuda_graphs is not False)
+        if settings.cuda_graphs is True and not self._verifier.graphs:
             message = f"{target.info.name} on {target.device} cannot be decoded with CUDA graphs"
             raise InputError("evaluation", [Problem("evaluation.cuda_graphs", True, message, "Set it to auto, or evaluation.device to cuda")])
         self._decoders: dict[str | None, Decoder] = {}
         digests = {name: weights_digest(model) for name, model in self._models.items()}
-        self.drafter_digest = digests["trained"]
-        measured = [target.info.digest, self.drafter_digest, digests.get("untrained"), room.block_size, room.max_new_tokens]
-        self.measured = [*measured, str(target.dtype), str(target.device), self._verifier.graphs]
-        self.drafter = self._models["trained"]
-        self.compares = untrained is not None
+        self.drafter_digest, self.prompts_digest = digests["trained"], digest_of([asdict(prompt) for prompt in prompts])
+        measured = [target.info.digest, self.drafter_digest, digests.get("untrained"), self.room.block_size, self.room.max_new_tokens]
+        self._measured = [*measured, str(target.dtype), str(target.device), self._verifier.graphs]
+
+    def decode(self, folder: Path, progress: Progress, unit: str) -> InPrecision:
+        """Decode what ``folder`` has no records of, and sum up."""
+        folder.mkdir(parents=True, exist_ok=True)
+        prompts, settings = self._prompts, self._settings
+        path, keys = folder / RECORDS, [self.key(prompt) for prompt in prompts]
+        records = {record.key: record for record in read_records(path, set(keys))}
+        compared = _first_of_each_set(prompts, settings.untrained_prompts) if "untrained" in self._models else set()
+        missing = [index for index, key in enumerate(keys) if not _covers(records.get(key), wants_untrained=index in compared)]
+        if missing:
+            self.warm_up(prompts[missing[0]])
+        for done, index in enumerate(missing, start=len(prompts) - len(missing)):
+            progress(done, len(prompts), unit)
+            record = self.measure(prompts[index], with_untrained=index in compared)
+            append_record(path, record)
+            records[record.key] = record
+        progress(len(prompts), len(prompts), unit)
+        measured = measure_ways(
+            self._ways, self._target, self._models["trained"], prompts, settings.max_new_tokens, folder,
+            key=digest_of([self._measured, self.prompts_digest]), graphs=settings.cuda_graphs is not False, progress=progress,
+        )  # fmt: skip
+        return in_precision([records[key] for key in keys], self.room.block_size, name_of(self._target.dtype), measured)
 
     def key(self, prompt: EvaluationPrompt) -> str:
         """Digest of the prompt and of everything it is measured with."""
-        return digest_of([*self.measured, prompt.set, prompt.id, list(prompt.tokens)])
+        return digest_of([*self._measured, prompt.set, prompt.id, list(prompt.tokens)])
 
     def warm_up(self, prompt: EvaluationPrompt) -> None:
         """First calls allocate, choose kernels and capture graphs; their time is nobody's."""
@@ -184,7 +179,7 @@ class _Bench:
         prompt_ids = prompt.tokens
         baseline = self._answer(None, prompt)
         trained = self._answer("trained", prompt)
-        untrained = self._answer("untrained", prompt) if with_untrained and self.compares else None
+        untrained = self._answer("untrained", prompt) if with_untrained else None
         divergence = find_divergence(self._verifier, prompt_ids, baseline.tokens, trained.tokens, self.room.block_size)
         exact = self._target.dtype == torch.float32
         return PromptRecord(
