@@ -83,6 +83,7 @@ class Registry:
     """The model registry of one store, through its client alone."""
 
     def __init__(self, client: Any, uri: str):
+        """``client`` is None for a store that nobody has made yet, which would take seconds: nothing is found there, and nothing can be put."""
         self._client = client
         self._uri = uri
 
@@ -161,6 +162,8 @@ class Registry:
         return f"{self._uri.rstrip('/')}/#/models/{quote(version.name)}/versions/{version.number}" if self._uri.startswith("http") else None
 
     def _found(self, ask: Callable[[], Found]) -> Found | None:
+        if self._client is None:
+            return None
         from mlflow.exceptions import MlflowException
 
         with usable(self._uri):
@@ -196,25 +199,6 @@ class Registry:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-
-
-class EmptyRegistry(Registry):
-    """The registry of a store that nobody has made yet; making it takes seconds."""
-
-    def __init__(self) -> None:
-        pass
-
-    def name_of(self, target: str) -> str:
-        """The name that a target's model will have."""
-        return registered_name(target)
-
-    def champion(self, name: str) -> Version | None:
-        """None."""
-        return None
-
-    def version(self, name: str, number: str) -> Version | None:
-        """None."""
-        return None
 
 
 def fetched(registry: Registry, version: Version, workspace: Path) -> Path:
