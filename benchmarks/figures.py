@@ -26,6 +26,10 @@ OVERHEAD = "python -m benchmarks.flatness --sections overhead"
 EXTRACT = "python -m benchmarks.extract"
 SCALING = "python -m benchmarks.flatness --sections scaling --devices cuda:0,cuda:1"
 DRAFTER = "python -m dflash_core evaluate configs/smollm2-135m.yaml && python -m benchmarks.drafter --config configs/smollm2-135m.yaml"
+FEATURES = (
+    "python -m benchmarks.features --config configs/smollm2-135m.yaml --steps 800 --set 'data.sources=[{source: PROMPTS, limit: 6000}]' "
+    "--set data.heldout_fraction=0.05"
+)
 ON_CPU = "python -m benchmarks.blocks --drafter FOLDER --device cpu --dtype bfloat16 --count 12 --new 128"
 
 
@@ -67,6 +71,7 @@ FIGURES = (
     Figure("engine.overhead.1x2048", 0.03, OVERHEAD),
     _least("warmup.second_start_ratio", 3, "python -m benchmarks.starts"),
     _least("extract.ceiling_share", 0.75, EXTRACT),
+    Figure("features.fp8.gap_of_spread", 1, FEATURES),
     _least("regenerate.tok_s", 60_000, "python -m benchmarks.regenerate --prompts PROMPTS"),
     _least("reader.gb_s", 10, "python -m benchmarks.reader"),
     _least("tau.gsm8k", 3.0, DRAFTER),

@@ -45,17 +45,22 @@ IN_WORDS = {
 }
 
 
-def plan_for(options: argparse.Namespace, device: str, loss: str, precision: str) -> Plan:
-    """The plan of one loss; all up to the shards is the same for all."""
+def shared_settings(options: argparse.Namespace, device: str) -> list[str]:
+    """Settings of a comparison on one device, where only the last weights of ``options.steps`` steps count."""
     on = json.dumps("cuda:0" if device == "cuda" else device)
     settings = [
         f"run.workspace={json.dumps(str(options.workspace))}", f"target.device={on}", f"training.devices=[{on}]", f"evaluation.device={on}",
-        "extraction.teacher=last_hidden", f"training.precision={precision}", f"training.max_steps={options.steps}", "training.epochs=1000",
-        f"training.checkpoint_every={options.steps}", "evaluation.sets=[]",
+        f"training.max_steps={options.steps}", "training.epochs=1000", f"training.checkpoint_every={options.steps}", "evaluation.sets=[]",
+    ]  # fmt: skip
+    return [*settings, "target.dtype=float32", "evaluation.dtype=float32"] if device == "cpu" else settings
+
+
+def plan_for(options: argparse.Namespace, device: str, loss: str, precision: str) -> Plan:
+    """The plan of one loss; all up to the shards is the same for all."""
+    settings = [
+        *shared_settings(options, device), "extraction.teacher=last_hidden", f"training.precision={precision}",
         "evaluation.untrained_prompts=0", f"evaluation.num_prompts={options.prompts}",
     ]  # fmt: skip
-    if device == "cpu":
-        settings += ["target.dtype=float32", "evaluation.dtype=float32"]
     return Plan(load_config(options.config, [*settings, *options.overrides, *LOSSES[loss]]), str(options.config))
 
 
