@@ -69,7 +69,7 @@ class _Samples:
 
     def sample(self, i: int) -> ShardSample:
         tokens, loss_mask = (torch.from_numpy(np.array(values)) for values in (self._table.tokens(i), self._table.loss_mask(i)))
-        return ShardSample(self._table.id(i), {"tokens": tokens, "loss_mask": loss_mask, "features": torch.empty(len(tokens), 0)})
+        return ShardSample.of(self._table.id(i), {"tokens": tokens, "loss_mask": loss_mask, "features": torch.empty(len(tokens), 0)})
 
 
 def rows_digest(plan: Plan) -> str:

@@ -76,7 +76,7 @@ class PackedRows:
             "tokens": torch.from_numpy(draws.integers(0, self._shape.V, length).astype(np.int32)),
             "loss_mask": torch.arange(length) >= length // 4,  # prompt, then response
         }
-        return ShardSample(f"sample {index}", columns)
+        return ShardSample.of(f"sample {index}", columns)
 
 
 class StaggeredRows(PackedRows):

@@ -8,6 +8,12 @@ A block at anchor a holds the clean token a in slot 0 and mask tokens in slots 1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,18 +22,19 @@ from dflash_core.drafter.spec import DFLASH, DrafterSpec
 
 IGNORE = -100
 """Label of a slot that is not trained, as torch's cross-entropy spells it."""
+Values = TypeVar("Values", Tensor, npt.NDArray[Any])
 
 
-def valid_anchors(loss_mask_T: Tensor, document_ids_T: Tensor) -> Tensor:
+def valid_anchors(loss_mask_T: Values, document_ids_T: Values) -> Values:
     """[..., T] bool: the positions where a block may start: the token and the next one are supervised and of one document.
 
     Args:
-        loss_mask_T:    [..., T] bool, supervised tokens
+        loss_mask_T:    [..., T] bool, supervised tokens; a tensor or an array, as the other
         document_ids_T: [..., T] int, document of each token, -1 for padding
     """
-    supervised = loss_mask_T.bool() & (document_ids_T >= 0)
-    valid = torch.zeros_like(supervised)
-    valid[..., :-1] = supervised[..., :-1] & supervised[..., 1:] & (document_ids_T[..., :-1] == document_ids_T[..., 1:])
+    valid = loss_mask_T & (document_ids_T >= 0)
+    valid[..., :-1] &= valid[..., 1:] & (document_ids_T[..., :-1] == document_ids_T[..., 1:])
+    valid[..., -1:] = False
     return valid
 
 
@@ -46,36 +53,40 @@ def sample_anchors(loss_mask_T: Tensor, document_ids_T: Tensor, num_anchors: int
     Returns:
         [N] int64: exactly min(k, N) of the k valid positions in ascending order, then -1 for every empty slot.
     """
-    valid = valid_anchors(loss_mask_T, document_ids_T).nonzero().flatten()
-    sizes_D = document_ids_T[valid].unique_consecutive(return_counts=True)[1]
-    shares_D = _shares(sizes_D, min(len(valid), num_anchors), generator)
-    chosen = [
-        positions[torch.randperm(len(positions), generator=generator)[:share]]
-        for positions, share in zip(valid.split(sizes_D.tolist()), shares_D.tolist(), strict=True)
-    ]
-    anchors = torch.full((num_anchors,), -1, dtype=torch.int64)
-    if chosen:
-        drawn = torch.cat(chosen).sort().values
-        anchors[: len(drawn)] = drawn
-    return anchors
+    documents_T = document_ids_T.numpy()  # by NumPy, as torch would let go of Python's lock and wait for it again with each of so small steps
+    valid = np.flatnonzero(valid_anchors(loss_mask_T.numpy(), documents_T))
+    anchors_N = np.full(num_anchors, -1, dtype=np.int64)
+    if len(valid):
+        of_valid = documents_T[valid]
+        edges = [0, *(np.flatnonzero(of_valid[1:] != of_valid[:-1]) + 1).tolist(), len(valid)]
+        sizes = [end - begin for begin, end in pairwise(edges)]
+        shares = _shares(sizes, min(len(valid), num_anchors), generator)
+        chosen = np.zeros(len(valid), dtype=np.bool_)
+        for begin, size, share in zip(edges, sizes, shares, strict=False):
+            chosen[begin : begin + size][torch.randperm(size, generator=generator).numpy()[:share]] = True
+        anchors_N[: sum(shares)] = valid[chosen]
+    return torch.from_numpy(anchors_N)
 
 
-def _shares(sizes_D: Tensor, slots: int, generator: torch.Generator) -> Tensor:
-    """[D] int64: how many of ``slots`` (at most the sum of the sizes) each document gets; never more than its size.
+def _shares(sizes: Sequence[int], slots: int, generator: torch.Generator) -> list[int]:
+    """How many of ``slots`` (at most the sum of the sizes) each document gets; never more than its size.
 
     Systematic rounding: exact shares laid end to end, and whole numbers counted from a random start. Whoever has less than one gets one first.
     """
-    shares_D = torch.zeros_like(sizes_D)
-    if slots >= len(sizes_D):
-        while (small_D := (sizes_D * (slots - shares_D.sum()) < sizes_D[shares_D == 0].sum()) & (shares_D == 0)).any():
-            shares_D[small_D] = 1
-    rest_D = torch.where(shares_D == 0, sizes_D, 0)
-    total = int(rest_D.sum())
+    shares = [0] * len(sizes)
+    small = list(range(len(sizes))) if slots >= len(sizes) else []
+    while small:
+        left, total = slots - sum(shares), sum(size for size, share in zip(sizes, shares, strict=True) if not share)
+        small = [d for d, size in enumerate(sizes) if not shares[d] and size * left < total]
+        for d in small:
+            shares[d] = 1
+    rest = [0 if share else size for size, share in zip(sizes, shares, strict=True)]
+    left, total = slots - sum(shares), sum(rest)
     if total == 0:
-        return shares_D
-    start = torch.randint(total, (), generator=generator)
-    ends_D = (rest_D.cumsum(0) * (slots - shares_D.sum()) + start) // total  # in whole numbers, so that nothing is lost to rounding
-    return shares_D + ends_D.diff(prepend=ends_D.new_zeros(1))
+        return shares
+    start = int(torch.randint(total, (), generator=generator))
+    ends = [(end * left + start) // total for end in accumulate(rest)]  # in whole numbers, so that nothing is lost to rounding
+    return [share + end - before for share, before, end in zip(shares, [0, *ends], ends, strict=False)]
 
 
 def teacher_states(states_BTX: Tensor, anchors_BN: Tensor, block_size: int, spec: DrafterSpec = DFLASH) -> Tensor:

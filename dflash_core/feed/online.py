@@ -138,7 +138,7 @@ class TargetRows:
                 features_TF[places[i]] = part_tF
         features_TF[end:] = 0
         if self._trimmed_for is not None:
-            for begin, end in runs(~torch.cat(used_rows(self._samples, members, self._trimmed_for)[SEEN])):
+            for begin, end in runs(~torch.cat(used_rows(self._samples, members, self._trimmed_for)[SEEN]).numpy()):
                 features_TF[begin:end] = 0
 
     def _wait_and_check(self, members: Sequence[int], features_TF: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class TargetRows:
 
     def _sample(self, i: int) -> ShardSample:
         tokens, mask = torch.tensor(self._samples.tokens(i), dtype=torch.int32), torch.tensor(self._samples.loss_mask(i), dtype=torch.bool)
-        return ShardSample(self._samples.id(i), {"tokens": tokens, "loss_mask": mask})
+        return ShardSample.of(self._samples.id(i), {"tokens": tokens, "loss_mask": mask})
 
 
 def target_loaders(live: LiveSamples, config: PipelineConfig, tap_layers: Sequence[int], devices: Sequence[str] | None = None) -> list[Loader]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dflash_core.config import TrainingConfig
@@ -20,6 +20,7 @@ from dflash_core.feed.packing import Lengths, pack_rows
 from dflash_core.feed.row import Row
 from dflash_core.shards import ShardDataset, ShardSample
 from dflash_core.shards.fp8 import SCALES
+from dflash_core.shards.reader import bits
 
 
 class RowSource(Protocol):
@@ -59,12 +60,15 @@ class PackedOrder:
         epoch, index = divmod(ordinal, self.rows)
         return self._epoch(epoch)[index]
 
-    def row(self, ordinal: int, samples: Sequence[ShardSample], features_TF: torch.Tensor | None = None, *, pinned: bool = False) -> Row:
+    def row(
+        self, ordinal: int, samples: Sequence[ShardSample], features_TF: torch.Tensor | None = None, *,
+        pinned: bool = False, further: Sequence[str] = (),
+    ) -> Row:  # fmt: skip
         """Row ``ordinal`` of its ``samples``, as ``build_row`` makes it."""
         epoch, index = divmod(ordinal, self.rows)
         return build_row(
             samples, ordinal=ordinal, epoch=epoch, row_length=self.row_length, num_anchors=self.num_anchors,
-            generator=row_generator(self._seed, epoch, index), features_TF=features_TF, pinned=pinned,
+            generator=row_generator(self._seed, epoch, index), features_TF=features_TF, pinned=pinned, further=further,
         )  # fmt: skip
 
     def _epoch(self, epoch: int) -> list[tuple[int, ...]]:
@@ -99,9 +103,7 @@ class ShardRows:
     def row(self, ordinal: int) -> Row:
         """Row ``ordinal``. Raises ``ShardError`` naming shard and sample if what it is made of is damaged."""
         samples = [self._dataset.sample(i) for i in self._order.samples(ordinal)]
-        row = self._order.row(ordinal, samples, pinned=self._pinned)
-        further: dict[str, Any] = {name: _side_by_side(samples, name, self._order.row_length, pinned=self._pinned) for name in self._further}
-        return replace(row, **further) if further else row
+        return self._order.row(ordinal, samples, pinned=self._pinned, further=self._further)
 
 
 def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
@@ -112,59 +114,58 @@ def row_generator(seed: int, epoch: int, row: int) -> torch.Generator:
 
 def build_row(
     samples: Sequence[ShardSample], *, ordinal: int, epoch: int, row_length: int, num_anchors: int, generator: torch.Generator,
-    features_TF: torch.Tensor | None = None, pinned: bool = False,
+    features_TF: torch.Tensor | None = None, pinned: bool = False, further: Sequence[str] = (),
 ) -> Row:  # fmt: skip
     """Lay samples side by side in a row of T tokens and draw its anchors.
+
+    By NumPy, which copies in the calling thread without Python's lock, and keeps it where there is little to do. torch would share each copy among
+    threads, of which every loader has as many as there are cores, and each of its operations lets go of the lock, for which all loaders wait.
 
     Args:
         features_TF: of the row, where they lie in their places already; otherwise the samples' are copied, once, from where they lie.
         pinned: copy them into memory that a GPU reads by itself.
+        further: columns that the row holds besides.
     """
-    tokens_T = torch.zeros(row_length, dtype=torch.int64)
-    document_ids_T = torch.full((row_length,), -1, dtype=torch.int32)
-    positions_T = torch.zeros(row_length, dtype=torch.int64)
-    loss_mask_T = torch.zeros(row_length, dtype=torch.bool)
-    end = 0
-    for document, sample in enumerate(samples):
-        begin, end = end, end + len(sample.tokens)
-        tokens_T[begin:end] = sample.tokens
-        document_ids_T[begin:end] = document
-        positions_T[begin:end] = torch.arange(end - begin)
-        loss_mask_T[begin:end] = sample.loss_mask
-    anchors_N = sample_anchors(loss_mask_T, document_ids_T, num_anchors, generator)
-    scales_TK = None
-    if features_TF is None:
-        features_TF = _side_by_side(samples, "features", row_length, pinned=pinned)
-        scales_TK = _side_by_side(samples, SCALES, row_length, pinned=pinned) if SCALES in samples[0].columns else None
+    lengths_D = np.array([len(sample) for sample in samples])
+    ends_D = lengths_D.cumsum()
+    begins, end = [0, *ends_D.tolist()][:-1], int(ends_D[-1])
+    tokens_T, loss_mask_T = np.empty(row_length, dtype=np.int64), np.empty(row_length, dtype=np.bool_)
+    _lay_out(samples, begins, "tokens", tokens_T)
+    _lay_out(samples, begins, "loss_mask", loss_mask_T)
+    document_ids_T = np.full(row_length, -1, dtype=np.int32)
+    document_ids_T[:end] = np.repeat(np.arange(len(samples)), lengths_D)
+    positions_T = np.arange(row_length)
+    positions_T[:end] -= np.repeat(ends_D - lengths_D, lengths_D)
+    positions_T[end:] = 0
+    tokens, document_ids, positions, loss_mask = map(torch.from_numpy, (tokens_T, document_ids_T, positions_T, loss_mask_T))
+    columns: dict[str, Any] = {} if features_TF is None else {"features": features_TF}
+    for name in (*(("features", SCALES) if features_TF is None else ()), *further):
+        if (stored := samples[0].stored.tensors.get(name)) is not None:
+            columns[name] = torch.empty(row_length, *stored.shape[1:], dtype=stored.dtype, pin_memory=pinned)
+            _lay_out(samples, begins, name, bits(columns[name]))
     return Row(
         ordinal=ordinal,
         epoch=epoch,
-        features=features_TF,
-        feature_scales=scales_TK,
-        tokens=tokens_T,
-        document_ids=document_ids_T,
-        positions=positions_T,
-        loss_mask=loss_mask_T,
-        anchors=anchors_N,
-        sample_ids=tuple(sample.id for sample in samples),
+        tokens=tokens,
+        document_ids=document_ids,
+        positions=positions,
+        loss_mask=loss_mask,
+        anchors=sample_anchors(loss_mask, document_ids, num_anchors, generator),
+        sample_ids=tuple([sample.id for sample in samples]),
+        **columns,
     )
 
 
-def _side_by_side(samples: Sequence[ShardSample], name: str, row_length: int, *, pinned: bool = False) -> torch.Tensor:
-    """[T, X] of a column, 0 in the padding and where nothing is stored: the only copy between the page cache and, from ``pinned`` memory, the GPU.
+def _lay_out(samples: Sequence[ShardSample], begins: Sequence[int], name: str, row_TX: npt.NDArray[Any]) -> None:
+    """Fill [T, …] with a column of samples that begin there, 0 in the padding and where nothing is stored.
 
-    By NumPy, which copies in the calling thread without Python's lock. torch would share each copy among threads, of which every loader has
-    as many as there are cores.
+    The only copy between the page cache and, from ``pinned`` memory, the GPU.
     """
-    begins = np.cumsum([0, *(len(sample.tokens) for sample in samples)]).tolist()
-    pieces = [(begin + first, rows) for begin, sample in zip(begins, samples, strict=False) for first, rows in sample.pieces(name)]
-    like = pieces[0][1]
-    row_TX = torch.empty(row_length, like.shape[1], dtype=like.dtype, pin_memory=pinned)
-    bytes_TX = row_TX.view(torch.uint8).numpy()
     end = 0
-    for begin, rows in pieces:
-        bytes_TX[end:begin] = 0
-        end = begin + len(rows)
-        bytes_TX[begin:end] = rows.view(torch.uint8).numpy()
-    bytes_TX[end:] = 0
-    return row_TX
+    for begin, sample in zip(begins, samples, strict=True):
+        for first, rows in sample.pieces(name):
+            if begin + first > end:
+                row_TX[end : begin + first] = 0
+            end = begin + first + len(rows)
+            row_TX[begin + first : end] = rows
+    row_TX[end:] = 0

@@ -4,6 +4,9 @@
     sample = dataset.sample(7)          # features [t, F], tokens [t], loss_mask [t]: views of the file
 
 Safe to use from several threads. Tensors must not be written to: they are the file.
+
+Thousands of samples a second are read by threads that share Python's lock, and each operation of torch lets go of it and waits for it again. So what
+is done for each sample is slicing by NumPy (``ShardSample.pieces``), and tensors are made where somebody asks for them.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import mmap
 import threading
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dflash_core.errors import ShardError
@@ -26,19 +30,52 @@ from dflash_core.shards.fp8 import SCALES, from_fp8
 from dflash_core.shards.trim import runs
 from dflash_core.stages import file_sha256
 
+Bits = npt.NDArray[np.signedinteger[Any] | np.uint8]
 AGAIN = "Delete that file and run the extraction again: only this shard is made anew."
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(values: torch.Tensor) -> Bits:
+    """A tensor on the CPU as integers of the same size, in the same memory: NumPy has no bfloat16 and no fp8."""
+    return values.view(_INTEGERS[values.itemsize]).numpy()
+
+
+class Columns:
+    """Columns of some samples one after the other, [T, *shape]: as tensors, and as ``bits`` of the same memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self.tensors = tensors
+        self.bits = {name: bits(values) for name, values in tensors.items()}
+        for values in self.bits.values():
+            values.flags.writeable = False
 
 
 @dataclass(frozen=True)
 class ShardSample:
-    """One sample as stored: a tensor [t, *shape] for every declared column; of a trimmed one its rows alone.
+    """One sample as stored: its place in the columns of its shard.
 
-    where: for each trimmed column the one that says which tokens have a row
+    places: which rows of a column are the sample's, by ``Column.counted_by``
+    where:  for each trimmed column the one that says which tokens have a row
     """
 
     id: str
-    columns: Mapping[str, torch.Tensor]
-    where: Mapping[str, str] = field(default_factory=dict)
+    stored: Columns
+    places: Mapping[str, slice]
+    where: Mapping[str, str]
+
+    @classmethod
+    def of(cls, id: str, columns: Mapping[str, torch.Tensor]) -> ShardSample:
+        """A sample that is in no shard: a tensor [t, *shape] for every column, ``tokens`` and ``loss_mask`` among them."""
+        return cls(id, Columns(columns), {TOKENS: slice(0, len(columns["tokens"]))}, {})
+
+    def __len__(self) -> int:
+        place = self.places[TOKENS]
+        return int(place.stop - place.start)
+
+    @functools.cached_property
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """A tensor [t, *shape] for every declared column; of a trimmed one its rows alone."""
+        return {name: values[self._place(name)] for name, values in self.stored.tensors.items()}
 
     @functools.cached_property
     def features(self) -> torch.Tensor:
@@ -50,18 +87,20 @@ class ShardSample:
         features_tF = stored if scales is None else from_fp8(stored, scales)
         if "features" not in self.where:
             return features_tF
-        whole_tF = features_tF.new_zeros(len(self.tokens), features_tF.shape[1])
+        whole_tF = features_tF.new_zeros(len(self), features_tF.shape[1])
         whole_tF[self.columns[self.where["features"]]] = features_tF
         return whole_tF
 
-    def pieces(self, name: str) -> list[tuple[int, torch.Tensor]]:
-        """What is stored of a column, as runs of tokens: the first one's position in the sample, and the rows [n, *shape]."""
-        stored = self.columns[name]
+    def pieces(self, name: str) -> list[tuple[int, Bits]]:
+        """What is stored of a column, as runs of tokens: the first one's position in the sample, and the ``bits`` of the rows [n, *shape]."""
+        stored = self.stored.bits[name][self._place(name)]
         if name not in self.where:
             return [(0, stored)]
-        found = runs(self.columns[self.where[name]])
-        rows = stored.split([after - first for first, after in found])
-        return [(first, piece) for (first, _), piece in zip(found, rows, strict=True)] or [(0, stored)]
+        pieces, begin = [], 0
+        for first, after in runs(self.stored.bits[self.where[name]][self.places[TOKENS]].view(np.bool_)):
+            pieces.append((first, stored[begin : begin + after - first]))
+            begin += after - first
+        return pieces
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -72,6 +111,9 @@ class ShardSample:
     def loss_mask(self) -> torch.Tensor:
         """True where the target produced the token, [t] bool."""
         return self.columns["loss_mask"]
+
+    def _place(self, name: str) -> slice:
+        return self.places[self.where.get(name, TOKENS)]
 
 
 class ShardDataset:
@@ -112,7 +154,7 @@ class ShardDataset:
         self._where = {column.name: column.where for column in self.card.columns if column.where is not None}
         self._checksums = index["crc32"].to_numpy()
         self._unverified = np.full(len(index), verify)
-        self._mapped: dict[int, tuple[Layout, torch.Tensor]] = {}
+        self._mapped: dict[int, Columns] = {}
         self._lock = threading.Lock()
 
     def require_column(self, name: str, who: str, remedy: str) -> None:
@@ -127,34 +169,38 @@ class ShardDataset:
     def sample(self, index: int) -> ShardSample:
         """Sample ``index`` as views of its shard. Raises ``ShardError`` naming the shard and the sample if they are damaged."""
         shard = int(self._shards[index])
-        layout, data = self._open(shard)
-        rows = {name: (int(starts[index]), int(counts[index])) for name, (starts, counts) in self._rows.items()}
-        spans = [layout.span(position, *rows[column.counted_by]) for position, column in enumerate(layout.columns)]
-        pieces = [data[begin : begin + size] for begin, size in spans]
+        stored = self._mapped.get(shard) or self._open(shard)
+        places = {name: slice(start := int(starts[index]), start + int(counts[index])) for name, (starts, counts) in self._rows.items()}
+        sample = ShardSample(self.ids[index], stored, places, self._where)
         if self._unverified[index]:
-            where = f"{self.folder / shard_name(shard)}: sample {self.ids[index]!r}"
-            found, stored = checksum(pieces), int(self._checksums[index])
-            if found != stored:
-                raise ShardError(f"{where} is damaged, its CRC-32 is {found:08x} instead of {stored:08x}. {AGAIN}")
-            for column, piece in zip(layout.columns, pieces, strict=True):
-                if column.name in self.card.partial and (true := int(piece.count_nonzero())) != rows[column.name][1]:
-                    raise ShardError(f"{where} has {true} tokens that are {column.name}, and {INDEX} says {rows[column.name][1]}. {AGAIN}")
-            self._unverified[index] = False
-        return ShardSample(
-            self.ids[index],
-            {
-                column.name: piece.view(DTYPES[column.dtype]).view(rows[column.counted_by][1], *column.shape)
-                for column, piece in zip(layout.columns, pieces, strict=True)
-            },
-            self._where,
-        )
+            self._verify(index, shard, sample)
+        return sample
 
-    def _open(self, shard: int) -> tuple[Layout, torch.Tensor]:
+    def _verify(self, index: int, shard: int, sample: ShardSample) -> None:
+        where = f"{self.folder / shard_name(shard)}: sample {sample.id!r}"
+        columns = sample.columns
+        found, expected = checksum([values.reshape(-1).view(torch.uint8) for values in columns.values()]), int(self._checksums[index])
+        if found != expected:
+            raise ShardError(f"{where} is damaged, its CRC-32 is {found:08x} instead of {expected:08x}. {AGAIN}")
+        for name in self.card.partial:
+            true, counted = int(columns[name].count_nonzero()), int(self._rows[name][1][index])
+            if true != counted:
+                raise ShardError(f"{where} has {true} tokens that are {name}, and {INDEX} says {counted}. {AGAIN}")
+        self._unverified[index] = False
+
+    def _open(self, shard: int) -> Columns:
         with self._lock:
             if shard not in self._mapped:
                 here = self._shards == shard
-                layout = Layout.of(self.card.columns, {name: int(counts[here].sum()) for name, (_, counts) in self._rows.items()})
-                self._mapped[shard] = layout, map_shard(self.folder / shard_name(shard), layout)
+                rows = {name: int(counts[here].sum()) for name, (_, counts) in self._rows.items()}
+                layout = Layout.of(self.card.columns, rows)
+                data = map_shard(self.folder / shard_name(shard), layout)
+                tensors = {}
+                for position, column in enumerate(layout.columns):  # in this order a sample's checksum was taken
+                    count = rows[column.counted_by]
+                    begin, size = layout.span(position, 0, count)
+                    tensors[column.name] = data[begin : begin + size].view(DTYPES[column.dtype]).view(count, *column.shape)
+                self._mapped[shard] = Columns(tensors)
             return self._mapped[shard]
 
 

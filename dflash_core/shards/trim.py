@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dflash_core.drafter import seen_context, valid_anchors
@@ -44,13 +45,13 @@ def count_used(samples: SampleTable, window: int) -> dict[str, int]:
     return total
 
 
-def runs(mask: torch.Tensor) -> list[tuple[int, int]]:
-    """Where True stands in a row in ``mask``, bool [t] on the CPU: (first, one after the last) of each run, ascending."""
-    edges = np.flatnonzero(np.diff(mask.numpy(), prepend=False, append=False))
+def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where True stands in a row in ``mask``, [t]: (first, one after the last) of each run, ascending."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return [(first, after) for first, after in edges.reshape(-1, 2).tolist()]
 
 
 def kept(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The rows of ``values`` [t, …] where ``mask`` [t] is True; a view where they are one run."""
-    pieces = [values[first:after] for first, after in runs(mask)]
+    pieces = [values[first:after] for first, after in runs(mask.numpy())]
     return pieces[0] if len(pieces) == 1 else torch.cat([values[:0], *pieces])
