@@ -106,7 +106,7 @@ class Feed:
         self._traceback: TracebackType | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._row_came = threading.Condition(self._lock)
+        self._row_came = [threading.Condition(self._lock) for _ in range(replicas)]
         self._room_came = threading.Condition(self._lock)
         self._loader_left = threading.Condition(self._lock)
         self._loading = len(loaders)
@@ -129,14 +129,14 @@ class Feed:
                 raise ValueError(
                     f"replica {replica} asked for micro-step {microstep_index}: its next is {turn}, and rows end at {self._stop_ordinal}"
                 )
-            self._row_came.wait_for(lambda: self._ended or all(ordinal in self._rows for ordinal in wanted))
+            self._row_came[replica].wait_for(lambda: self._ended or all(ordinal in self._rows for ordinal in wanted))
             if self._error is not None:
                 raise self._error.with_traceback(self._traceback)
             if self._closed:
                 raise FeedClosedError(f"The feed was closed while replica {replica} wanted rows {wanted.start} to {wanted.stop - 1}.")
             self._next_microstep[replica] += 1
             self._held -= len(wanted)
-            self._room_came.notify_all()
+            self._room_came.notify(len(wanted))  # as many loaders as there is room for: whoever is woken takes a turn at Python's lock
             return [self._rows.pop(ordinal) for ordinal in wanted]
 
     @property
@@ -154,8 +154,7 @@ class Feed:
         with self._lock:
             self._closed = True
             self._rows.clear()
-            for condition in (self._row_came, self._room_came):
-                condition.notify_all()
+            self._wake_all()
             # A condition, not Thread.join: a signal that interrupts a join on the main thread breaks the thread's state before Python 3.13.
             self._loader_left.wait_for(lambda: self._loading == 0, timeout=_PATIENCE_S)
 
@@ -182,8 +181,7 @@ class Feed:
             with self._lock:
                 if self._error is None:
                     self._error, self._traceback = error, error.__traceback__
-                self._row_came.notify_all()
-                self._room_came.notify_all()
+                self._wake_all()
         finally:
             with self._lock:
                 self._loading -= 1
@@ -209,4 +207,8 @@ class Feed:
         with self._lock:
             if not self._ended:
                 self._rows[ordinal] = row
-                self._row_came.notify_all()
+                self._row_came[ordinal // self._rows_per_microstep % self._replicas].notify_all()
+
+    def _wake_all(self) -> None:
+        for condition in (*self._row_came, self._room_came):
+            condition.notify_all()

@@ -61,6 +61,29 @@ def test_documents_share_the_slots_in_proportion_and_none_goes_without_where_slo
     assert all(a >= b - 1 for x, a in zip(sizes, shares, strict=True) for y, b in zip(sizes, shares, strict=True) if x >= y)
 
 
+def plain_anchors(mask: torch.Tensor, documents: torch.Tensor, slots: int, draws: torch.Generator) -> torch.Tensor:
+    """``sample_anchors`` as it is said, operation after operation in torch."""
+    valid = valid_anchors(mask, documents).nonzero().flatten()
+    sizes = documents[valid].unique_consecutive(return_counts=True)[1]
+    filled = min(len(valid), slots)
+    shares = torch.zeros_like(sizes)
+    if filled >= len(sizes):
+        while (small := (sizes * (filled - shares.sum()) < sizes[shares == 0].sum()) & (shares == 0)).any():
+            shares[small] = 1
+    rest = torch.where(shares == 0, sizes, 0)
+    if total := int(rest.sum()):
+        ends = (rest.cumsum(0) * (filled - shares.sum()) + torch.randint(total, (), generator=draws)) // total
+        shares = shares + ends.diff(prepend=ends.new_zeros(1))
+    drawn = [own[torch.randperm(len(own), generator=draws)[:share]] for own, share in zip(valid.split(sizes.tolist()), shares.tolist(), strict=True)]
+    return torch.cat([*(torch.cat(drawn).sort().values for _ in drawn[:1]), torch.full((slots - filled,), -1)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows(), st.integers(1, 20), st.integers(0, 1000))
+def test_the_anchors_of_a_seed_are_those_of_the_plain_rule(row, slots: int, seed: int) -> None:  # type: ignore[no-untyped-def]
+    assert torch.equal(sample_anchors(*row, slots, generator(seed)), plain_anchors(*row, slots, generator(seed)))
+
+
 def test_every_valid_position_is_drawn_equally_often_in_long_and_short_documents() -> None:
     documents = torch.tensor([0] * 15 + [1] * 7 + [-1] * 2, dtype=torch.int32)  # 14 and 6 valid positions: 3.5 and 1.5 of 5 slots
     mask, counts = torch.ones(24, dtype=torch.bool), torch.zeros(24)

@@ -126,7 +126,7 @@ def test_closing_wakes_everyone_who_waits_even_while_a_loader_is_stuck() -> None
     source = Numbers(delay=lambda ordinal: release.wait() and 0.0)
     feed = Feed(loaders_of(source), replicas=4, rows_per_microstep=1, queue_rows=8, start_ordinal=0, stop_ordinal=80)
     waiting = [start(lambda replica=replica: feed.take(replica, 0)) for replica in range(4)]
-    assert eventually(lambda: len(feed._row_came._waiters) == 4)  # type: ignore[attr-defined]
+    assert eventually(lambda: all(condition._waiters for condition in feed._row_came))  # type: ignore[attr-defined]
     closing = start(feed.close)
     outcomes = [future.exception(timeout=PATIENCE_S) for future in waiting]
     assert not release.is_set()

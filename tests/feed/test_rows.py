@@ -128,6 +128,13 @@ def test_a_damaged_shard_is_named_by_the_row_that_needs_it(tmp_path: Path) -> No
         list(map(rows.row, range(rows.rows_per_epoch(0))))
 
 
+def test_what_rows_are_made_of_cannot_be_written_to(dataset: ShardDataset) -> None:
+    for name in ("features", "tokens"):
+        [(_, stored)] = dataset.sample(0).pieces(name)
+        with pytest.raises(ValueError, match="read-only"):
+            stored[0] = 1
+
+
 def test_steps_run_on_over_epochs(dataset: ShardDataset) -> None:
     rows = source(dataset)
     count = rows.rows_per_epoch(0)
