@@ -30,7 +30,7 @@ from dflash_core.shards.fp8 import SCALES, from_fp8
 from dflash_core.shards.trim import runs
 from dflash_core.stages import file_sha256
 
-Bits = npt.NDArray[np.signedinteger[Any] | np.uint8]
+Bits = npt.NDArray[np.integer[Any]]
 AGAIN = "Delete that file and run the extraction again: only this shard is made anew."
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -47,7 +47,7 @@ def count_used(samples: SampleTable, window: int) -> dict[str, int]:
 
 def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Where True stands in a row in ``mask``, [t]: (first, one after the last) of each run, ascending."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    edges = np.flatnonzero(np.concatenate([mask[:1], mask[1:] != mask[:-1], mask[-1:]]))
     return [(first, after) for first, after in edges.reshape(-1, 2).tolist()]
 
 
