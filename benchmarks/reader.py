@@ -111,10 +111,10 @@ def measure(recorder: Recorder, dataset: ShardDataset) -> None:
     for loaders in (1, 2, 4, 8, 16):
         if loaders <= cores:
             recorder.add(f"reader.gb_s.loaders{loaders}", gigabytes_per_second(rows, loaders, epoch, max(epoch, min(4, loaders) * epoch)), "GB/s", 1)
-    sample = dataset.sample(int(np.argmax(dataset.lengths))).features.view(torch.uint8)
-    place = torch.empty_like(sample).numpy()
-    recorder.add("reader.copy_gb_s", _rate(lambda: np.copyto(place, sample.numpy()), sample.nbytes), "GB/s", 1)
-    recorder.add("reader.checksum_gb_s", _rate(lambda: checksum([sample.reshape(-1)]), sample.nbytes), "GB/s", 1)
+    sample = dataset.sample(int(np.argmax(dataset.lengths))).bits("features")
+    place = np.empty_like(sample)
+    recorder.add("reader.copy_gb_s", _rate(lambda: np.copyto(place, sample), sample.nbytes), "GB/s", 1)
+    recorder.add("reader.checksum_gb_s", _rate(lambda: checksum([sample]), sample.nbytes), "GB/s", 1)
 
 
 def measure_small(recorder: Recorder, folder: Path, gigabytes: float) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
@@ -298,8 +299,8 @@ def is_whole(folder: Path, card: ShardCard, shard: int) -> bool:
     return size == Layout.of(card.columns, {name: sum(rows[name].to_pylist()) for name in (TOKENS, *card.partial)}).size
 
 
-def checksum(pieces: Sequence[torch.Tensor]) -> int:
-    """CRC-32 of some uint8 tensors on the CPU, one after the other.
+def checksum(pieces: Sequence[npt.NDArray[Any]]) -> int:
+    """CRC-32 of the bytes of some contiguous arrays, one after the other.
 
     The danger is a damaged disk, not a forger: CRC-32 finds every burst of up to 32 bits and misses other damage once in
     four thousand million, and zlib's runs at 3 GB/s on a core without the interpreter lock, where sha256 reaches 1.5 and blake2b
@@ -307,5 +308,5 @@ def checksum(pieces: Sequence[torch.Tensor]) -> int:
     """
     value = 0
     for piece in pieces:
-        value = zlib.crc32(piece.numpy().data, value)
+        value = zlib.crc32(piece.data, value)
     return value

@@ -91,13 +91,17 @@ class ShardSample:
         whole_tF[self.columns[self.where["features"]]] = features_tF
         return whole_tF
 
+    def bits(self, name: str) -> Bits:
+        """What is stored of a column, [n, *shape], as ``bits``."""
+        return self.stored.bits[name][self._place(name)]
+
     def pieces(self, name: str) -> list[tuple[int, Bits]]:
-        """What is stored of a column, as runs of tokens: the first one's position in the sample, and the ``bits`` of the rows [n, *shape]."""
-        stored = self.stored.bits[name][self._place(name)]
+        """The same as runs of tokens: the first one's position in the sample, and the rows."""
+        stored = self.bits(name)
         if name not in self.where:
             return [(0, stored)]
         pieces, begin = [], 0
-        for first, after in runs(self.stored.bits[self.where[name]][self.places[TOKENS]].view(np.bool_)):
+        for first, after in runs(self.bits(self.where[name]).view(np.bool_)):
             pieces.append((first, stored[begin : begin + after - first]))
             begin += after - first
         return pieces
@@ -178,12 +182,11 @@ class ShardDataset:
 
     def _verify(self, index: int, shard: int, sample: ShardSample) -> None:
         where = f"{self.folder / shard_name(shard)}: sample {sample.id!r}"
-        columns = sample.columns
-        found, expected = checksum([values.reshape(-1).view(torch.uint8) for values in columns.values()]), int(self._checksums[index])
+        found, expected = checksum([sample.bits(name) for name in sample.stored.bits]), int(self._checksums[index])
         if found != expected:
             raise ShardError(f"{where} is damaged, its CRC-32 is {found:08x} instead of {expected:08x}. {AGAIN}")
         for name in self.card.partial:
-            true, counted = int(columns[name].count_nonzero()), int(self._rows[name][1][index])
+            true, counted = np.count_nonzero(sample.bits(name)), int(self._rows[name][1][index])
             if true != counted:
                 raise ShardError(f"{where} has {true} tokens that are {name}, and {INDEX} says {counted}. {AGAIN}")
         self._unverified[index] = False

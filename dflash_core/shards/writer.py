@@ -197,9 +197,9 @@ class OpenShard:
             shape = (rows, *column.shape)
             if value.dtype != DTYPES[column.dtype] or value.shape != shape:
                 raise ValueError(f"column {column.name} must be {DTYPES[column.dtype]} of shape {shape}, not {value.dtype} of {tuple(value.shape)}")
-            piece = value.contiguous().reshape(-1).view(torch.uint8)
+            piece = value.contiguous().reshape(-1).view(torch.uint8).numpy()
             offset, size = self._layout.span(index, start, rows)
-            _write_at(self._descriptor, piece.numpy().data, offset)
+            _write_at(self._descriptor, piece.data, offset)
             _start_for_disk(self._descriptor, offset, size)
             pieces.append(piece)
         self.crc32[position] = checksum(pieces)
