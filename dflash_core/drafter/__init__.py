@@ -7,6 +7,7 @@ from dflash_core.drafter.card import model_card
 from dflash_core.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_core.drafter.config import DFlashConfig, chosen_tap_layers, default_tap_layers
 from dflash_core.drafter.export import export_drafter, target_problems, verify_export
+from dflash_core.drafter.flex import flex_copies
 from dflash_core.drafter.foreign import ImportedDrafter, import_drafter
 from dflash_core.drafter.masks import (
     BlockMaskTensors,
@@ -18,7 +19,7 @@ from dflash_core.drafter.masks import (
     layer_masks,
     seen_context,
 )
-from dflash_core.drafter.model import DFlashDrafter, flex_copies
+from dflash_core.drafter.model import DFlashDrafter
 from dflash_core.drafter.spec import SPECS, DrafterSpec
 from dflash_core.drafter.start import shape_differences, start_from_target
 

@@ -20,7 +20,7 @@ import torch
 from dflash_core.config import PipelineConfig, devices_of
 from dflash_core.decoding import Room
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
-from dflash_core.drafter.model import DENSE_GROUP
+from dflash_core.drafter.layers import DENSE_GROUP
 from dflash_core.evaluation.during import ROWS
 from dflash_core.evaluation.ways import further_ways
 from dflash_core.shards import TEACHER_COLUMNS

@@ -25,7 +25,7 @@ from dflash_core.drafter import (
     interval_mask,
     layer_masks,
 )
-from dflash_core.drafter.model import Masks, Rotation
+from dflash_core.drafter.layers import Masks, Rotation
 
 PreparedMask = Tensor | BlockMaskTensors | IntervalMask
 

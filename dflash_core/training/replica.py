@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from dflash_core.config import PipelineConfig
 from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, LayerMasks, as_block_mask, attention_kind, teacher_states
-from dflash_core.drafter.model import Mask, Masks
+from dflash_core.drafter.layers import Mask, Masks
 from dflash_core.feed import Batch, Row, collate
 from dflash_core.fp8 import Fp8Head
 from dflash_core.objective import TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights

@@ -100,7 +100,7 @@ def test_many_groups_of_dense_attention_equal_one(monkeypatch: pytest.MonkeyPatc
     documents, anchors = random_layout(3, T=200, N=70)
     row = Row(config, documents, anchors)
     grouped = row.hidden(small_drafter())
-    monkeypatch.setattr("dflash_core.drafter.model.DENSE_GROUP", 10_000)
+    monkeypatch.setattr("dflash_core.drafter.layers.DENSE_GROUP", 10_000)
     torch.testing.assert_close(grouped, row.hidden(small_drafter()), **EXACT)
 
 
