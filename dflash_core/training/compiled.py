@@ -16,6 +16,7 @@ from dflash_core.drafter import (
     DFlashDrafter,
     IntervalMask,
     LayerMasks,
+    as_block_mask,
     block_labels,
     block_mask_tensors,
     block_positions,
@@ -25,7 +26,7 @@ from dflash_core.drafter import (
     interval_mask,
     layer_masks,
 )
-from dflash_core.drafter.layers import Masks, Rotation
+from dflash_core.drafter.layers import Mask, Masks, Rotation
 
 PreparedMask = Tensor | BlockMaskTensors | IntervalMask
 
@@ -74,3 +75,16 @@ def draft(
 ) -> Tensor:  # fmt: skip
     """The drafter, from features to hidden states. The loss stays outside of what is compiled; it brings kernels of its own."""
     return drafter.forward_training(features_BTF, anchors_BNH, mask_H, context, block, mask)
+
+
+def as_drafter_takes(mask: PreparedMask | LayerMasks[PreparedMask], T: int, S: int) -> Masks:
+    """The prepared masks as the drafter takes them, made outside of what is compiled."""
+    if isinstance(mask, LayerMasks):
+        full, sliding = (part if part is None else _of_one_kind(part, T, S) for part in mask)
+        assert sliding is not None
+        return LayerMasks(full, sliding)
+    return _of_one_kind(mask, T, S)
+
+
+def _of_one_kind(mask: PreparedMask, T: int, S: int) -> Mask:
+    return as_block_mask(mask, T, S) if isinstance(mask, BlockMaskTensors) else mask

@@ -18,43 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dflash_core.config import PipelineConfig
-from dflash_core.drafter import BlockMaskTensors, DFlashConfig, DFlashDrafter, LayerMasks, as_block_mask, attention_kind, teacher_states
-from dflash_core.drafter.layers import Mask, Masks
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, attention_kind
 from dflash_core.feed import Batch, Row, collate
-from dflash_core.fp8 import Fp8Head
-from dflash_core.objective import TopK, distilled_cross_entropy, linear_cross_entropy, slot_weights
+from dflash_core.objective import slot_weights
 from dflash_core.shards.fp8 import from_fp8
-from dflash_core.training.compiled import Prepared, PreparedMask, draft, prepare
+from dflash_core.training.compiled import Prepared, as_drafter_takes, draft, prepare
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
 from dflash_core.training.graphs import StepGraphs
 from dflash_core.training.guard import own_code
+from dflash_core.training.losses import SlotLosses, Vocabulary
 from dflash_core.training.muon import Muon
 from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW
 from dflash_core.training.staging import Staging
 from dflash_core.training.sync import GradientSync, StepTotals, Tail
-
-
-class Vocabulary(Protocol):
-    """The target's frozen embedding and head on one device; replicas of the device share it."""
-
-    @property
-    def head_weight(self) -> Tensor: ...
-
-    @property
-    def logit_softcap(self) -> float | None: ...
-
-    @property
-    def logit_scale(self) -> float: ...
-
-    def embed(self, ids: Tensor) -> Tensor: ...
 
 
 class Replica:
@@ -83,10 +66,10 @@ class Replica:
         self._learning_rate = torch.zeros((), device=device)
         self.drafter = DFlashDrafter.around(drafter_config, self.layout.views(self.moments.weights_P), device)
         self.drafter.activation_checkpointing = training.activation_checkpointing
-        self._head: Tensor | Fp8Head = vocabulary.head_weight
-        if training.precision == "fp8":
+        fp8 = training.precision == "fp8"
+        if fp8:
             self.drafter.use_fp8()
-            self._head = Fp8Head(vocabulary.head_weight)
+        self._losses = SlotLosses(config.objective, drafter_config, vocabulary, fp8=fp8, fixed_shapes=self._on_cuda)
         self._gradients: AddedGradients | HandedGradients
         if self._on_cuda:
             accumulating = training.accumulation_steps > 1
@@ -237,13 +220,12 @@ class Replica:
             prepared = self._prepare(self.drafter, batch.tokens, batch.loss_mask, batch.document_ids, batch.positions, batch.anchors, self._attention)
             anchors_BNH, mask_H = self._vocabulary.embed(prepared.anchor_ids), self._vocabulary.embed(prepared.mask_id)
         labels_BNS = prepared.labels
-        seen = _seen(prepared.mask, batch.tokens.shape[1], S)
+        seen = as_drafter_takes(prepared.mask, batch.tokens.shape[1], S)
         rotations = prepared.context_rotation, prepared.block_rotation
         features_BTF = batch.features if batch.feature_scales is None else from_fp8(batch.features, batch.feature_scales)
-        hidden_MH = self._draft(self.drafter, features_BTF, anchors_BNH, mask_H, *rotations, seen).flatten(0, 2)
-        if self._vocabulary.logit_scale != 1.0:
-            hidden_MH = hidden_MH * self._vocabulary.logit_scale
-        losses = self._losses(hidden_MH, labels_BNS[..., first:].flatten(), batch)
+        losses = self._losses(
+            self._draft(self.drafter, features_BTF, anchors_BNH, mask_H, *rotations, seen).flatten(0, 2), labels_BNS[..., first:].flatten(), batch
+        )
         loss_BNS, probability_BNS, hit_BNS = (functional.pad(x.view(B, N, -1), (first, 0)) for x in losses)
         weights_BNS, denominator = slot_weights(self._objective, labels_BNS, probability_BNS)
         loss = (weights_BNS * loss_BNS).sum()
@@ -254,28 +236,6 @@ class Replica:
         totals[Tail.DENOMINATOR] += denominator
         totals[self.tail.labelled] += (labels_BNS >= 0).sum((0, 1))
         totals[self.tail.hits] += hit_BNS.sum((0, 1))
-
-    def _losses(self, hidden_MH: Tensor, labels_M: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, probability of the label and hit of each slot that predicts, [M] each."""
-        distillation = self._objective.distillation
-        chunk_slots, softcap = self._objective.chunk_slots, self._vocabulary.logit_softcap
-        max_labelled = len(labels_M) if self._on_cuda else None  # fixed shapes there, least work here
-        if distillation.weight == 0:
-            return linear_cross_entropy(hidden_MH, self._head, labels_M, chunk_slots=chunk_slots, softcap=softcap, max_labelled=max_labelled)
-        losses = distilled_cross_entropy(
-            hidden_MH, self._head, labels_M, self._teacher(batch), share=distillation.weight, temperature=distillation.temperature,
-            chunk_slots=chunk_slots, softcap=softcap, max_labelled=max_labelled,
-        )  # fmt: skip
-        return losses.loss, losses.probability, losses.hit
-
-    def _teacher(self, batch: Batch) -> Tensor | TopK:
-        """What the target says of each slot that predicts, [M, …]."""
-        where = batch.anchors, self._drafter_config.block_size, self._drafter_config.spec
-        if batch.topk_ids is not None and batch.topk_logprobs is not None:
-            return TopK(*(teacher_states(values, *where).flatten(0, 2) for values in (batch.topk_ids, batch.topk_logprobs)))
-        assert batch.last_hidden is not None, "the rows of a run that distils hold the one or the other"
-        teacher_MH = teacher_states(batch.last_hidden, *where).flatten(0, 2)
-        return teacher_MH if self._vocabulary.logit_scale == 1.0 else teacher_MH * self._vocabulary.logit_scale
 
     def _find_nonfinite(self) -> None:
         if self._gradients.flat_P is not None:
@@ -347,19 +307,6 @@ class Replica:
         self.totals_later()()
         self.checksums()
         self.begin_step()
-
-
-def _seen(mask: PreparedMask | LayerMasks[PreparedMask], T: int, S: int) -> Masks:
-    """The masks as the drafter takes them."""
-    if isinstance(mask, LayerMasks):
-        full, sliding = (part if part is None else _of_one_kind(part, T, S) for part in mask)
-        assert sliding is not None
-        return LayerMasks(full, sliding)
-    return _of_one_kind(mask, T, S)
-
-
-def _of_one_kind(mask: PreparedMask, T: int, S: int) -> Mask:
-    return as_block_mask(mask, T, S) if isinstance(mask, BlockMaskTensors) else mask
 
 
 def compute_dtype(precision: str) -> torch.dtype:
