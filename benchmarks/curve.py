@@ -39,7 +39,7 @@ from dflash_core.feed import ShardRows
 from dflash_core.pipeline import run_stage
 from dflash_core.plan import Plan
 from dflash_core.shards.reader import ShardSample
-from dflash_core.training.session import config_settings
+from dflash_core.training.course import config_settings
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path(__file__).with_name("curve_reference.json")

@@ -35,8 +35,9 @@ from dflash_core.feed.source import row_generator
 from dflash_core.shards.reader import ShardSample
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training import DrafterTrainer, GradientSync, Judge, TrainingResult, TrainingSession, TrainingState, WarmUpReport, read_metrics
+from dflash_core.training.course import config_settings
 from dflash_core.training.meeting import Meeting
-from dflash_core.training.session import config_settings, rehearse, warm_up_source
+from dflash_core.training.warming import rehearse, warm_up_source
 
 SEED = 0
 
@@ -115,7 +116,7 @@ class TrainingRun:
             self._source.replicas = len(devices)
         self._temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self._temporary.name)
-        with mock.patch("dflash_core.training.session.initial_drafter", _RandomDrafter):
+        with mock.patch("dflash_core.training.warming.initial_drafter", _RandomDrafter):
             self.report: WarmUpReport = warm_up_source(
                 self.config, run_id="benchmark", loaders=loaders or loaders_of(self._source), settings=config_settings(self.config), info=info,
                 vocabulary=_vocabulary(shape, info, torch.device(devices[0])), folder=self.folder,

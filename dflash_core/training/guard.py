@@ -116,7 +116,7 @@ class CompileGuard:
 
 _REMEDY = (
     "Shapes, devices, grad mode and the number of CPU threads must be those of warm-up; if this call is meant, add it to the warm-up "
-    "(dflash_core.training.session), and if it is another thread's, run it before training or after it."
+    "(dflash_core.training.warming), and if it is another thread's, run it before training or after it."
 )
 
 

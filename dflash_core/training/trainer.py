@@ -49,7 +49,8 @@ from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.memory import watches
 from dflash_core.training.metrics import MetricLog, NoLog, bottleneck_in_words
-from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread, warm_up
+from dflash_core.training.session import TrainingSession, intra_op_threads, require_main_thread
+from dflash_core.training.warming import warm_up
 from dflash_core.training.worker import Shared, Worker, describe_nonfinite
 
 logger = logging.getLogger(__name__)

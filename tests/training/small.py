@@ -19,7 +19,8 @@ from dflash_core.shards import ShardDataset, extract
 from dflash_core.shards.fp8 import from_fp8, to_fp8
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, trainer
-from dflash_core.training.session import WarmUpReport, config_settings, warm_up_source
+from dflash_core.training.course import config_settings
+from dflash_core.training.warming import WarmUpReport, warm_up_source
 
 H, V, TAPS, ROW_LENGTH = 64, 256, 2, 48
 

@@ -16,10 +16,11 @@ from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.errors import LateCompilationError, TrainingError
 from dflash_core.feed import loaders_of
 from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, WarmUpReport, checkpoints, read_metrics
+from dflash_core.training.course import config_settings
 from dflash_core.training.evaluation_thread import EvaluationThread
 from dflash_core.training.evaluator import Snapshot
 from dflash_core.training.replica import Replica
-from dflash_core.training.session import config_settings, warm_up_source
+from dflash_core.training.warming import warm_up_source
 from tests.training.kill_child import wait_for_the_evaluator
 from tests.training.small import INFO, SmallRows, config, final_weights, run, stall_once, vocabulary
 from tests.waiting import ended, eventually

@@ -14,7 +14,7 @@ from dflash_core.drafter import DFlashConfig, DFlashDrafter, save_checkpoint
 from dflash_core.errors import CheckpointError, ShardError
 from dflash_core.training import read_metrics, train, warm_up
 from dflash_core.training.checkpoints import read_best
-from dflash_core.training.session import initial_drafter
+from dflash_core.training.warming import initial_drafter
 from tests.training.small import INFO, config, final_weights, losses, make_shards, vocabulary
 
 
