@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 
-from dflash_core.config import GenerationConfig, TargetConfig, devices_of
+from dflash_core.config import GenerationConfig, devices_of
 from dflash_core.data.types import Response
 from dflash_core.errors import TargetError
 from dflash_core.stages import Progress, no_progress
 from dflash_core.target.attention import Documents
 from dflash_core.target.device import on_device
 from dflash_core.target.fused import join_projections
-from dflash_core.target.info import TargetInfo, load_tokenizer, read_target_info
+from dflash_core.target.info import TargetInfo, load_tokenizer
+from dflash_core.target.loading import find, load
 from dflash_core.target.packed import PackedDecoder, can_pack
-from dflash_core.target.spread import Stages, place, without_hooks
+from dflash_core.target.spread import Stages
 from dflash_core.target.structure import LayerTaps, find_structure, truncated_decoder
 from dflash_core.target.vocabulary import TargetVocabulary
 
@@ -103,40 +104,9 @@ class TargetModel:
         Raises:
             TargetError: files are missing or damaged, weights do not fit the configuration, or the kind of model is not supported.
         """
-        info = source if isinstance(source, TargetInfo) else _resolve(source, trust_remote_code, revision)
-        from transformers import AutoModelForCausalLM
-
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        info = source if isinstance(source, TargetInfo) else find(source, trust_remote_code, revision)
         devices = devices_of(str(device))
-        device_map: dict[str, str] | None = None
-        first_layers: tuple[int, ...] = (0,)
-        if len(devices) > 1:
-            device_map, first_layers = place(info, devices, trust_remote_code)
-        elif info.quantisation:
-            device_map = {"": devices[0]}  # packed weights go where they stay at once
-        try:
-            with _no_progress_bar():
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    info.path,
-                    dtype=dtype,
-                    trust_remote_code=trust_remote_code,
-                    local_files_only=True,
-                    output_loading_info=True,
-                    device_map=device_map,
-                )
-        except Exception as error:  # Transformers raises many kinds here; all mean that this model cannot be used
-            raise TargetError(
-                f"{info.path}: the target cannot be loaded: {type(error).__name__}: {error}. Check the folder and the installed transformers."
-            ) from error
-        absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-        if absent:
-            raise TargetError(
-                f"{info.path}: {len(absent)} tensors are missing from the weights or are not of the shape in config.json: {', '.join(absent[:5])}"
-                ". They would be random numbers. Fetch the model again, or correct its config.json."
-            )
-        if info.quantisation:
-            _unpack(model)
-        model = model.to(device) if device_map is None else without_hooks(model)
+        model, first_layers = load(info, getattr(torch, dtype) if isinstance(dtype, str) else dtype, devices, trust_remote_code)
         return cls(model, load_tokenizer(info.path, trust_remote_code), info, devices, first_layers)
 
     @property
@@ -361,30 +331,3 @@ class TargetModel:
                 f"{self.info.name} ({self.info.model_type}): its first layer gets something else than its embeddings times "
                 f"{self.info.embedding_scale}. This kind of model is not supported; please report it."
             )
-
-
-@torch.no_grad()
-def _unpack(model: Any) -> None:
-    """Run one token: some kinds of quantised weights (compressed-tensors) are unpacked by the first pass of the whole model; ours are of parts."""
-    model.eval()(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.get_input_embeddings().weight.device))
-
-
-def _resolve(source: str | Path, trust_remote_code: bool, revision: str | None) -> TargetInfo:
-    if Path(source).expanduser().is_dir():
-        return read_target_info(source, trust_remote_code=trust_remote_code)
-    from dflash_core.target.fetch import resolve_target
-
-    return resolve_target(TargetConfig(model=str(source), revision=revision, trust_remote_code=trust_remote_code))
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
