@@ -236,6 +236,14 @@ class TrainingConfig(Section):
         """Where evaluation during training takes place."""
         return self.evaluation.device or self.devices[0]
 
+    def compiles(self, kind: str) -> bool:
+        """Whether a replica on a device of this kind, 'cpu' or 'cuda', has its drafter compiled."""
+        return self.compile == "on" or (self.compile == "auto" and kind == "cuda")
+
+    def graphs(self, kind: str) -> bool:
+        """Whether a replica on a device of this kind launches its steps as CUDA graphs."""
+        return kind == "cuda" and (self.cuda_graphs is True or (self.cuda_graphs == "auto" and self.compiles(kind)))
+
 
 class EvaluationSet(PromptSource):
     """A set of prompts to measure drafters on, never trained on."""

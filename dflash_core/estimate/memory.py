@@ -188,8 +188,7 @@ class Sizes:
             ledger.add(device, "gradients", added.buffer.nbytes + (0 if precision == torch.float32 else layout.size * precision.itemsize))
         batch = training.rows_per_microstep * self.row()
         if on_cuda:
-            graphed = training.cuda_graphs is True or (training.cuda_graphs == "auto" and training.compile != "off")
-            ledger.add(device, "batches", (SLOTS + graphed) * batch)
+            ledger.add(device, "batches", (SLOTS + training.graphs("cuda")) * batch)
             ledger.add("cpu", "rows of the next steps", SLOTS * training.rows_per_microstep * self._else_in_a_row())
         elif training.rows_per_microstep > 1:
             ledger.add(device, "batches", batch)

@@ -137,10 +137,9 @@ class _Work:
 
     def warm_up(self) -> Estimate:
         training, targets = self._config.training, len(self._config.target_devices)
-        compiles = training.compile == "on" or (training.compile == "auto" and training.devices[0] != "cpu")
         return Estimate(
             f"{len(training.devices)} replicas" + (f", {targets} target{'s' * (targets > 1)}" if targets else ""), None, self._training,
-            (_COMPILING_S if compiles else 0.0) + _LOADING_S * (len(training.devices) + targets),
+            (_COMPILING_S if training.compiles(torch.device(training.devices[0]).type) else 0.0) + _LOADING_S * (len(training.devices) + targets),
         )  # fmt: skip
 
     def train(self) -> Estimate:

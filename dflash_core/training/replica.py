@@ -48,7 +48,6 @@ class Replica:
         self.index = index
         self.device = device
         self.name = f"replica {index} ({device})"
-        self.compiled = training.compile == "on" or (training.compile == "auto" and device.type == "cuda")
         self._on_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None
         self._attention = attention_kind(training.attention, device, training.precision, drafter_config)
@@ -83,7 +82,7 @@ class Replica:
 
         self._prepare: Callable[..., Prepared] = own_code(prepare, f"preparation_of_replica_{index}")
         self._draft: Callable[..., Tensor] = own_code(draft, f"draft_of_replica_{index}")
-        if self.compiled:
+        if training.compiles(device.type):
             self._draft = torch.compile(self._draft, fullgraph=True, dynamic=False)
             if self._on_cuda:  # on the CPU only the drafter is worth compiling
                 self._prepare = torch.compile(self._prepare, fullgraph=True, dynamic=False)
@@ -275,7 +274,7 @@ class Replica:
         with self.on_device():
             self._rehearse(batch)
             self.staging = Staging(batch, self.device)
-            if self._training.cuda_graphs is True or (self._training.cuda_graphs == "auto" and self.compiled):
+            if self._training.graphs(self.device.type):
                 self.capture(batch)
         torch.cuda.synchronize(self.device)
 
