@@ -30,7 +30,7 @@ from dflash_core.retrain.rounds import Round, Rounds, pipeline_config
 from tasks.logs import flow_run_logs
 from tasks.registry import CHAMPION, Registry, Version, fetched
 from tasks.run import Run, publish
-from tasks.store import open_client, tracking_uri
+from tasks.store import database_to_make, open_client, tracking_uri
 from tasks.summary import linked
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,7 @@ def foreseen(config: RetrainConfig) -> Iterator[tuple[str, PipelineConfig | None
     """
     with tempfile.TemporaryDirectory(prefix="dflash-round-") as scratch:
         uri = tracking_uri(config)
-        is_new = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
-        registry = Registry(None, uri) if is_new else Registry(*open_client(config))
+        registry = Registry(*open_client(config)) if database_to_make(uri) is None else Registry(None, uri)
         rounds = Rounds(config.run.workspace / "retrain" / registry.name_of(config.target.model))
         retraining = Retraining(config, rounds, registry, dry_run=True)
         if retraining.begin(Path(scratch) / "round") is None:

@@ -42,9 +42,15 @@ def open_client(config: PipelineConfig) -> tuple[Any, str]:
         from mlflow import MlflowClient
 
         logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells every step of creating the database
-        if uri.startswith("sqlite:///") and not (path := Path(uri.removeprefix("sqlite:///"))).exists():
+        if (path := database_to_make(uri)) is not None:
             _make_database(path)
         return MlflowClient(uri, registry_uri=uri), uri
+
+
+def database_to_make(uri: str) -> Path | None:
+    """The file of a store in SQLite that nobody has made yet; None of any other store."""
+    path = Path(uri.removeprefix("sqlite:///"))
+    return path if uri.startswith("sqlite:///") and not path.exists() else None
 
 
 def _make_database(path: Path) -> None:
