@@ -21,16 +21,18 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dflash_core.checks import advice
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.evaluation import served_table, sets_table, ways_table
+from dflash_core.pace import Pace
 from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside
 from dflash_core.plan import STAGES, Plan
-from dflash_core.summary import write_summary
-from dflash_core.training import Ranks, check_launcher, this_rank, under_torchrun
+from dflash_core.summary import outcome_lines, write_summary
+from dflash_core.training import Ranks, RecentMetrics, check_launcher, this_rank, under_torchrun
+from dflash_core.words import duration, how_far
 
 _LAST_STAGE = {"extract": "shards", "train": "train", "evaluate": "evaluate", "run": "export"}
 
@@ -100,7 +102,8 @@ def _run_all(config: PipelineConfig, options: argparse.Namespace, ranks: Ranks |
         print(f"Note: {sentence}", file=sys.stderr)
     results = _run(plan, STAGES[: STAGES.index(_LAST_STAGE[options.command]) + 1], ranks)
     if options.command == "run":
-        print(write_summary(plan, results))
+        path = write_summary(plan, results)
+        print("", *outcome_lines(path), path, sep="\n")
 
 
 def _run(plan: Plan, names: tuple[str, ...], ranks: Ranks | None) -> dict[str, StageResult]:
@@ -112,10 +115,12 @@ def _run(plan: Plan, names: tuple[str, ...], ranks: Ranks | None) -> dict[str, S
             continue
         if name == "train" and ranks is not None:
             ranks.announce("training", "done" if plan.stage("train").cached else "begins")
-        results[name] = run_stage(plan, name, progress=_Lines(name), on_metrics=_print_metrics, share=names[-1] == "shards")
-        state = "cached" if results[name].cached else f"{results[name].seconds:.1f} s"
-        counts = results[name].manifest.counts
-        print(f"{name}: {state}  {counts if name != 'evaluate' else ''}".rstrip(), flush=True)
+        lines = _Lines(name)
+        results[name] = run_stage(plan, name, progress=lines, on_metrics=lines.metrics, share=names[-1] == "shards")
+        manifest, cached = results[name].manifest, results[name].cached
+        state = f"cached (took {duration(manifest.seconds)})" if cached else f"done in {duration(results[name].seconds)}"
+        counts = manifest.counts if name != "evaluate" else {}  # which has tables of its own
+        print(f"{name}: {state}  {_in_words(counts)}".rstrip(), flush=True)
         if name == "evaluate":
             found = evaluation_of(results[name].folder)
             for rows in filter(None, (sets_table(found), served_table(found), ways_table(found))):
@@ -130,22 +135,41 @@ def _print_rows(rows: Sequence[Mapping[str, str]]) -> None:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
-def _print_metrics(step: int, metrics: Mapping[str, float]) -> None:
-    if step % 20 == 0 or step == 1 or "eval/acceptance_length" in metrics:
-        print(f"  step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "slot" not in name), flush=True)
+def _in_words(counts: Mapping[str, Any]) -> str:
+    """``rows 380, tokens per second 177.3``; what is 0 or nothing is left out, and the most of a digest."""
+    shown = {name.replace("_", " "): value for name, value in counts.items() if value}
+    return ", ".join(f"{name} {value[:12] if name == 'digest' else _number(value)}" for name, value in shown.items())
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 class _Lines:
-    """Progress as one line every ten seconds."""
+    """Progress as one line every ten seconds; of a training with its metrics, and a line for every evaluation in it."""
 
     def __init__(self, stage: str):
         self._stage = stage
         self._last = time.monotonic()
+        self._pace = Pace()
+        self._recent = RecentMetrics()
 
     def __call__(self, done: int, total: int, unit: str) -> None:
-        if time.monotonic() - self._last > 10:
-            self._last = time.monotonic()
-            print(f"  {self._stage}: {done}/{total or '?'} {unit}", flush=True)
+        now = time.monotonic()
+        remaining = self._pace.remaining(done, total, now)
+        if now - self._last > 10:
+            self._last = now
+            self._print(f"{how_far(done, total, unit, remaining)}  {self._recent.words()}")
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._recent.add(step, metrics)
+        if (length := metrics.get("eval/acceptance_length")) is not None:
+            self._print(f"evaluated at step {step:,}: acceptance length {length:.2f}")
+
+    def _print(self, words: str) -> None:
+        print(f"  {self._stage}: {words}".rstrip(), flush=True)
 
 
 def _exit(status: int) -> NoReturn:

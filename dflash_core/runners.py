@@ -42,7 +42,7 @@ from dflash_core.shards.trim import count_used
 from dflash_core.stages import MetricSink, Progress, no_progress, write_json_atomic
 from dflash_core.target import TargetModel, TargetVocabulary, load_tokenizer, resolve_target
 from dflash_core.target.requests import drawn_requests, generation_by
-from dflash_core.training import initial_drafter, train
+from dflash_core.training import RecentMetrics, initial_drafter, read_metrics, train
 from dflash_core.training.checkpoints import kept_weights
 
 
@@ -244,7 +244,7 @@ def run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSi
         "skipped_steps": result.skipped_steps,
         "training_seconds": result.seconds,
         "tokens_per_second": round(result.steps * plan.config.rows_per_step * plan.config.training.row_length / result.seconds, 1),
-        **{f"final_{name}": result.metrics[name] for name in ("loss", "token_accuracy") if name in result.metrics},
+        **{f"final_{name}": value for name, value in RecentMetrics.of(read_metrics(folder / "metrics.jsonl")).means().items()},
     }
 
 

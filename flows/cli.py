@@ -56,13 +56,13 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run the whole pipeline here and now.
 
-    Finished stages are found and verified. Prints the path of summary.json last.
+    Finished stages are found and verified. Says last what has come out and where it is: the path of summary.json is the last line.
     """
     from flows.here import run_here
     from flows.services import use_running_services
 
     use_running_services()
-    print(run_here(config, overrides or []))
+    run_here(config, overrides or [])
 
 
 @app.command()

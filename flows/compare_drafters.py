@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
-from rich.console import Console
 
 from dflash_core.config import load_config
 from dflash_core.errors import InputError, Problem
@@ -15,7 +14,8 @@ from dflash_core.evaluation.plots import write_comparison
 from dflash_core.pipeline import run_stage
 from dflash_core.plan import Plan
 from dflash_core.stages import write_json_atomic
-from flows.one_stage import evaluation_here, print_rows, require, require_folder
+from flows.one_stage import evaluation_here, require, require_folder
+from flows.show import print_rows, standard_output
 from tasks.evaluate import find_drafter, require_drafter
 
 RESULT = "evaluation.json"
@@ -43,15 +43,14 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
             require_drafter(plan, folder)  # before the first is measured
         one, other = (evaluation_here(plan, folder) for folder in found)
     comparison = compare(one, other, *_names(first, second))
-    console = Console(highlight=False)
-    print_rows(console, comparison_table(comparison))
+    print_rows(standard_output(), comparison_table(comparison))
     for name, lossless, speedup in (
         (comparison.first_name, comparison.first_lossless, comparison.first_speedup),
         (comparison.second_name, comparison.second_lossless, comparison.second_speedup),
     ):
-        console.print(f"{name}: lossless on {lossless:.1%} of the prompts, {speedup:.2f}× the target alone in {comparison.speed_dtype}")
+        print(f"{name}: lossless on {lossless:.1%} of the prompts, {speedup:.2f}× the target alone in {comparison.speed_dtype}")
     if comparison.overall.needed is not None:
-        console.print(f"A difference like this would show from about {comparison.overall.needed} conversations of this kind on.")
+        print(f"A difference like this would show from about {comparison.overall.needed} conversations of this kind on.")
     if to is not None:
         to.mkdir(parents=True, exist_ok=True)
         write_json_atomic(to / "comparison.json", comparison.model_dump(mode="json"))

@@ -10,7 +10,9 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from tasks.progress import Watcher, in_words
+from dflash_core.training import RecentMetrics
+from dflash_core.words import how_far
+from tasks.progress import Watcher
 
 LINE_EVERY_S = 10.0
 
@@ -26,23 +28,23 @@ class PlainConsole:
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._last = 0.0
-        self._metrics: dict[str, float] = {}
+        self._recent = RecentMetrics()
 
     def begin(self, stage: str) -> None:
         self._last = time.monotonic()
-        self._metrics.clear()
+        self._recent = RecentMetrics()
         self._print(f"{stage}: begins")
 
     def progress(self, stage: str, done: int, total: int, unit: str, remaining_s: float | None) -> None:
         if time.monotonic() - self._last >= LINE_EVERY_S:
             self._last = time.monotonic()
-            self._print(f"{stage}: {in_words(done, total, unit, remaining_s)}{training_words(self._metrics)}")
+            self._print(f"{stage}: {how_far(done, total, unit, remaining_s)}{_set_off(self._recent.words())}")
 
     def metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        self._metrics |= metrics
+        self._recent.add(step, metrics)
 
     def end(self, stage: str, outcome: str | None) -> None:
-        self._print(f"{stage}: {outcome or 'not finished'}{training_words(self._metrics)}")
+        self._print(f"{stage}: {outcome or 'not finished'}{_set_off(self._recent.words())}")
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
@@ -52,13 +54,13 @@ class LiveConsole:
     """A bar for the stage that runs; finished stages stay as lines above it."""
 
     def __init__(self, stream: TextIO):
-        self._console = Console(file=stream, highlight=False)
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._bars: Progress | None = None
         self._bar = TaskID(0)
-        self._metrics: dict[str, float] = {}
+        self._recent = RecentMetrics()
 
     def begin(self, stage: str) -> None:
-        self._metrics.clear()
+        self._recent = RecentMetrics()
         self._bars = Progress(
             SpinnerColumn(), TextColumn("[bold]{task.description}"), BarColumn(30), TextColumn("{task.fields[words]}"), TimeElapsedColumn(),
             console=self._console, transient=True, refresh_per_second=4,
@@ -68,27 +70,19 @@ class LiveConsole:
 
     def progress(self, stage: str, done: int, total: int, unit: str, remaining_s: float | None) -> None:
         if self._bars is not None:
-            words = in_words(done, total, unit, remaining_s) + training_words(self._metrics)
+            words = how_far(done, total, unit, remaining_s) + _set_off(self._recent.words())
             self._bars.update(self._bar, completed=done, total=total or None, words=words)
 
     def metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        self._metrics |= metrics
+        self._recent.add(step, metrics)
 
     def end(self, stage: str, outcome: str | None) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
         mark = "[red]✗[/]" if outcome is None else "[green]✓[/]"
-        self._console.print(f"{mark} [bold]{stage:<10}[/] {outcome or 'not finished'}{training_words(self._metrics)}")
+        self._console.print(f"{mark} [bold]{stage:<10}[/] {outcome or 'not finished'}{_set_off(self._recent.words())}")
 
 
-def training_words(metrics: Mapping[str, float]) -> str:
-    """The few metrics that say whether a training goes well."""
-    named = (
-        ("loss", "loss {:.3f}"),
-        ("token_accuracy", "accuracy {:.1%}"),
-        ("tokens_per_second", "{:,.0f} tokens/s"),
-        ("eval/acceptance_length", "acceptance length {:.2f}"),
-    )
-    words = [text.format(metrics[name]) for name, text in named if name in metrics]
-    return "  " + ", ".join(words) if words else ""
+def _set_off(words: str) -> str:
+    return f"  {words}" if words else ""

@@ -10,26 +10,27 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
+from rich.text import Text
 
-from flows.plan import in_bytes
+from dflash_core.words import in_bytes
+from flows.show import standard_output
 
 _PACKAGES = ("torch", "transformers", "triton", "prefect", "mlflow", "pyarrow", "safetensors")
 
 
 def examine() -> bool:
     """Print one line for each finding. Returns whether everything that a run needs works."""
-    console = Console(highlight=False)
+    console = standard_output()
     well = True
     for name, check in _CHECKS.items():
         try:
-            finding, mark = check(), "[green]ok[/]"
+            finding, mark = check(), ("ok", "green")
         except Exception as error:  # whatever is broken on this machine is the finding
             cause = getattr(error, "inner_exception", error)  # of a compiler that torch.compile calls
             lines = str(cause).strip().splitlines() or [""]
-            finding, mark, well = f"{type(cause).__name__}: {lines[0][:200]}", "[red]no[/]", False
-        console.print(f"{mark} [bold]{name:<12}[/] {finding}", soft_wrap=True)
-    console.print("All that a run needs is here." if well else "A run would fail where it says 'no'.")
+            finding, mark, well = f"{type(cause).__name__}: {lines[0]}", ("no", "red"), False
+        console.print(Text.assemble(mark, " ", (f"{name:<12}", "bold"), " ", finding))
+    print("All that a run needs is here." if well else "A run would fail where it says 'no'.")
     return well
 
 

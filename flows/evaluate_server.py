@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from dflash_core.config import load_config
 from dflash_core.errors import InputError, Problem
 from dflash_core.evaluation.server import ServerComparison, ServerFigures, compare_servers, measure_server
@@ -17,6 +13,7 @@ from dflash_core.plan import Plan
 from dflash_core.stages import write_json_atomic
 from flows.console import console_watcher
 from flows.one_stage import require
+from flows.show import print_rows, standard_output
 from tasks.progress import ProgressTeller
 
 
@@ -74,12 +71,9 @@ def evaluate_server(path: Path, overrides: Sequence[str], server: str | None, al
 
 
 def _show(result: ServerComparison) -> None:
-    console = Console(highlight=False)
     drafted, alone, ours = result.drafted, result.alone, result.ours or {}
     acceptance = drafted.acceptance
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", drafted.engine or "server", "without drafter", f"here, {result.ours_dtype}" if result.ours_dtype else "here"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", drafted.engine or "server", "without drafter", f"here, {result.ours_dtype}" if result.ours_dtype else "here")
     speeds = [drafted.tokens_per_second, alone.tokens_per_second if alone else None, ours.get("tokens_per_second")]
     rows: list[tuple[str, list[float | None]]] = [
         ("acceptance length, pooled", [acceptance.acceptance_length if acceptance else None, None, ours.get("acceptance_length_pooled")]),
@@ -92,10 +86,9 @@ def _show(result: ServerComparison) -> None:
     ]
     shares = acceptance.per_position if acceptance else ()
     rows += [(f"slot {slot} accepted", [share, None, ours.get(f"accepted_slot_{slot}")]) for slot, share in enumerate(shares, start=1)]
-    for name, values in rows:
-        table.add_row(name, *("" if value is None else f"{value:,.3f}" for value in values))
-    console.print(table)
+    shown = [(name, *("" if value is None else f"{value:,.3f}" for value in values)) for name, values in rows]
+    print_rows(standard_output(), [dict(zip(headings, row, strict=True)) for row in shown])
     if result.same_text is not None:
-        console.print(f"{result.same_text:.1%} of {drafted.prompts} prompts answered alike with and without the drafter")
+        print(f"{result.same_text:.1%} of {drafted.prompts} prompts answered alike with and without the drafter")
     for note in (*drafted.notes, *(alone.notes if alone else ())):
-        console.print(f"note: {note}")
+        print(f"note: {note}")

@@ -22,8 +22,8 @@ _QUIET = {
 }
 
 
-def run_here(path: Path, overrides: Sequence[str]) -> Path:
-    """Check the configuration and run 'train-drafter'. Returns the path of ``summary.json``.
+def run_here(path: Path, overrides: Sequence[str]) -> None:
+    """Check the configuration, run 'train-drafter', and print what has come out.
 
     Raises:
         ConfigError: before anything is begun.
@@ -37,7 +37,10 @@ def run_here(path: Path, overrides: Sequence[str]) -> Path:
 
         return train_drafter(config)
 
-    return _run(flow, config, path)
+    summary = _run(flow, config, path)
+    from flows.outcome import print_outcome
+
+    print_outcome(config, summary)
 
 
 def retrain_here(path: Path, overrides: Sequence[str], *, dry_run: bool = False) -> dict[str, Any]:

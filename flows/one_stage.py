@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from dflash_core.config import load_config
 from dflash_core.drafter import verify_export
@@ -17,6 +13,7 @@ from dflash_core.evaluation import EvaluationResult, served_table, sets_table, w
 from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.plan import Plan
 from flows.console import console_watcher
+from flows.show import print_rows, standard_output
 from tasks.evaluate import acceptance_table, evaluate_folder, find_drafter
 from tasks.progress import ProgressTeller
 
@@ -87,7 +84,7 @@ def export(path: Path, overrides: Sequence[str], to: Path | None) -> Path:
 
 def print_evaluation(result: EvaluationResult) -> None:
     """Print losslessness, acceptance and speed."""
-    console = Console(highlight=False)
+    console = standard_output()
     for rows in filter(None, (acceptance_table(result), sets_table(result), served_table(result), ways_table(result))):
         print_rows(console, rows)
     served = result.as_served
@@ -97,16 +94,6 @@ def print_evaluation(result: EvaluationResult) -> None:
     speed = f"{trained.tokens_per_second:,.1f} tokens/s, {trained.baseline_tokens_per_second:,.1f} without the drafter: {trained.speedup:.2f}×"
     proof = f" ({result.trained.speedup:.2f}× in {result.dtype})" if result.served else ""
     console.print(f"{speed} in {served.dtype}{proof}")
-
-
-def print_rows(console: Console, rows: Sequence[Mapping[str, str]]) -> None:
-    """Print rows that have the same keys."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row.values())
-    console.print(table)
 
 
 def require_new(option: str, path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from dflash_core.checks import advice
 from dflash_core.errors import TargetError
@@ -15,7 +13,8 @@ from dflash_core.estimate import Estimate, Forecast, estimate
 from dflash_core.plan import ONLINE, Plan, StagePlan
 from dflash_core.retrain.config import RetrainConfig, load_any_config
 from dflash_core.target.device import total_memory
-from tasks.progress import duration
+from dflash_core.words import duration, in_bytes
+from flows.show import print_rows, standard_output
 
 _UNDISTURBED = 0.8
 _WORTH_TRIMMING = 0.05
@@ -61,39 +60,40 @@ def _show(plan: Plan) -> None:
 
 def print_plan(plan: Plan, stages: dict[str, StagePlan], forecast: Forecast | None) -> None:
     """The plan as a table, then what to expect in a few lines. ``memory`` is that of the device that needs most."""
-    estimates = forecast.stages if forecast else {}
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("stage", "state", "makes"):
-        table.add_column(heading)
-    for heading in ("disk", "memory", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    unknown = Estimate("")
+    console = standard_output()
+    estimates, unknown = forecast.stages if forecast else {}, Estimate("")
+    left = {
+        name: estimates.get(name, unknown)
+        for name, stage in stages.items()
+        if not stage.cached and not (name == "warm_up" and stages["train"].cached)
+    }
+    rows: list[dict[str, str | Text]] = []
     for name, stage in stages.items():
-        guess = estimates.get(name, unknown)
+        row: dict[str, str | Text] = {"stage": name, "state": stage.why_not or "", "makes": estimates.get(name, unknown).rows}
         if stage.manifest is not None:
-            size = sum(record.bytes for record in stage.manifest.files)
-            table.add_row(name, "[green]cached[/]", guess.rows, in_bytes(size), "", f"took {duration(stage.manifest.seconds)}")
+            size, took = sum(record.bytes for record in stage.manifest.files), f"took {duration(stage.manifest.seconds)}"
+            row |= {"state": Text("cached", "green"), "disk": in_bytes(size), "memory": "", "time": took}
         else:
-            table.add_row(name, stage.why_not or "", guess.rows, in_bytes(guess.disk_bytes), in_bytes(guess.memory_bytes), in_time(guess.seconds))
-    console.print(f"[bold]{plan.config.run.name}[/]: {plan.config.target.model}, in {plan.workspace}")
-    console.print(table)
+            guess = left.get(name, unknown)
+            row |= {"disk": in_bytes(guess.disk_bytes), "memory": in_bytes(guess.memory_bytes), "time": in_time(guess.seconds)}
+        rows.append(row)
+    console.print(Text.assemble((plan.config.run.name, "bold"), f": {plan.config.target.model}, in {plan.workspace}"))
+    print_rows(console, rows, left=3, unbroken=("disk", "memory", "time"))
     if forecast is None:
-        console.print("The target is not here yet. Sizes and times are known once the stage 'target' has run.")
+        print("The target is not here yet. Sizes and times are known once the stage 'target' has run.")
         return
-    left = {name: estimates[name] for name, stage in stages.items() if not stage.cached and not (name == "warm_up" and stages["train"].cached)}
     if all(stage.cached for name, stage in stages.items() if name != "warm_up" and stage.why_not != ONLINE):
-        console.print("All is done: a run would only verify it.")
+        print("All is done: a run would only verify it.")
         return
     seconds, disk = sum(item.seconds or 0.0 for item in left.values()), sum(item.disk_bytes or 0 for item in left.values())
     memory = max(item.memory_bytes or 0 for item in left.values())
-    console.print(f"To do: about {in_time(seconds)} (within a factor of two), {in_bytes(disk)} of disk, {in_bytes(memory)} of memory at the most.")
+    print(f"To do: about {in_time(seconds)} (within a factor of two), {in_bytes(disk)} of disk, {in_bytes(memory)} of memory at the most.")
     if (share := forecast.rates.share) < _UNDISTURBED:
-        console.print(
+        print(
             f"That is without other programs, which leave this one {share:.0%} of a processor at present: with them about {in_time(seconds / share)}."
         )
     for line in [*about_trimming(plan, left), *too_large(left)]:
-        console.print(line)
+        print(line)
 
 
 def about_trimming(plan: Plan, stages: Mapping[str, Estimate]) -> Iterator[str]:
@@ -112,17 +112,7 @@ def too_large(stages: Mapping[str, Estimate]) -> Iterator[str]:
     for name, remedy in _SMALLER.items():
         for device, size in (stages[name].memory or {} if name in stages else {}).items():
             if size > (there := total_memory(device)):
-                yield f"[yellow]{name}[/] needs about {in_bytes(size)} on {device}, which has {in_bytes(there)}: {remedy}."
-
-
-def in_bytes(count: int | None) -> str:
-    """``1.2 GB``; nothing for None."""
-    if count is None:
-        return ""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+                yield f"{name} needs about {in_bytes(size)} on {device}, which has {in_bytes(there)}: {remedy}."
 
 
 def in_time(seconds: float | None) -> str:

@@ -20,7 +20,7 @@ from dflash_core.evaluation import EvaluationResult, weights_digest
 from dflash_core.pipeline import StageResult, evaluation_of
 from dflash_core.plan import Plan
 from dflash_core.stages import Progress, Stopwatch
-from tasks.progress import duration
+from dflash_core.words import duration
 from tasks.registry import CHAMPION, Registry, fetched
 from tasks.run import Run, publish, resumable
 from tasks.store import open_client

@@ -15,6 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from dflash_core.pace import Pace
+from dflash_core.words import how_far
+
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
@@ -50,7 +53,7 @@ class LogWatcher:
     def progress(self, stage: str, done: int, total: int, unit: str, remaining_s: float | None) -> None:
         if time.monotonic() - self._last >= LOG_EVERY_S:
             self._last = time.monotonic()
-            logger.info("%s: %s", stage, in_words(done, total, unit, remaining_s))
+            logger.info("%s: %s", stage, how_far(done, total, unit, remaining_s))
 
     def metrics(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         pass
@@ -72,8 +75,7 @@ class ProgressTeller:
         self._watcher = watcher
         self._latest: tuple[int, int, str] | None = None
         self._artifact: Any = None
-        self._started = time.monotonic()
-        self._first: tuple[float, int] | None = None
+        self._pace = Pace()
         self._ended = threading.Event()
 
     def __call__(self, done: int, total: int, unit: str) -> None:
@@ -100,11 +102,7 @@ class ProgressTeller:
                 self._tell(*told)
 
     def _tell(self, done: int, total: int, unit: str) -> None:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (now, done)  # a resumed stage does not begin at 0
-        since, at = self._first
-        remaining = (now - since) / (done - at) * (total - done) if total and done > at else None
+        remaining = self._pace.remaining(done, total, time.monotonic())
         self._watcher.progress(self._stage, done, total, unit, remaining)
         try:
             self._tell_prefect(done, total, unit, remaining)
@@ -118,26 +116,8 @@ class ProgressTeller:
         if FlowRunContext.get() is None:
             return
         percent = 100.0 * done / total if total else 0.0
-        description = in_words(done, total, unit, remaining)
+        description = how_far(done, total, unit, remaining)
         if self._artifact is None:
             self._artifact = create_progress_artifact(percent, key=f"{self._stage.replace('_', '-')}-progress", description=description)
         else:
             update_progress_artifact(self._artifact, percent, description)
-
-
-def in_words(done: int, total: int, unit: str, remaining_s: float | None) -> str:
-    """``1,200 of 5,000 tokens, 40 s left``."""
-    words = f"{done:,} of {total:,} {unit}" if total else f"{done:,} {unit}"
-    return words if remaining_s is None or done >= total else f"{words}, {duration(remaining_s)} left"
-
-
-def duration(seconds: float) -> str:
-    """``1.5 s``, ``42 s``, ``7 min 5 s``, ``3 h 12 min``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

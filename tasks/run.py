@@ -23,8 +23,9 @@ from dflash_core.pipeline import StageResult
 from dflash_core.plan import Plan
 from dflash_core.stages import stage_lock
 from dflash_core.training import check_launcher, under_torchrun
+from dflash_core.words import duration
 from tasks.logs import flow_run_logs
-from tasks.progress import LogWatcher, ProgressTeller, Watcher, duration, watcher
+from tasks.progress import LogWatcher, ProgressTeller, Watcher, watcher
 from tasks.registry import Version
 from tasks.system import system_metrics
 from tasks.tracker import StageRecord, Tracker

@@ -15,8 +15,8 @@ from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of
 from dflash_core.summary import write_summary
-from dflash_core.training import EVALUATIONS, bottleneck_in_words, read_metrics
-from tasks.progress import duration
+from dflash_core.training import EVALUATIONS, RecentMetrics, bottleneck_in_words, read_metrics
+from dflash_core.words import duration
 from tasks.registry import Version
 from tasks.run import Run, publish
 from tasks.tracker import flat_params
@@ -27,11 +27,11 @@ _FEED = ("data_wait_share", "source_wait_share", "feed_bottleneck")
 
 def summarise(run: Run) -> Path:
     """Write the summary of a run whose stages are all done; returns its path."""
-    path = write_summary(run.plan, run.results, mlflow_run_id=run.tracker.run_id)
+    links = links_of(run)
+    path = write_summary(run.plan, run.results, mlflow_run_id=run.tracker.run_id, mlflow_page=links.get("run"))
     summary = json.loads(path.read_text(encoding="utf-8"))
     metrics, evaluation = read_metrics(run.results["train"].folder / "metrics.jsonl"), evaluation_of(run.results["evaluate"].folder)
     write_picture(path.parent / "plots" / "report.png", metrics, evaluation)
-    links = links_of(run)
     during = read_metrics(run.results["train"].folder / EVALUATIONS)
     write_report(path.parent / REPORT, report_of(run, summary, [*metrics, *during], evaluation, links))
     for artifact, folder in ((path.parent / "plots", "plots"), (path.parent / REPORT, None), (path, None)):
@@ -55,11 +55,11 @@ def links_of(run: Run) -> dict[str, str]:
 
 
 def training_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What a table of runs is sorted by: the end of training, and means over all of it."""
+    """What a table of runs is sorted by: means over the last steps of training, and over all of it."""
     if not metrics:
         return {}
     means = {f"training_{name}": _mean(metrics, name) for name in ("tokens_per_second", *_FEED)}
-    last = {f"final_{name}": metrics[-1][name] for name in ("loss", "token_accuracy") if name in metrics[-1]}
+    last = {f"final_{name}": value for name, value in RecentMetrics.of(metrics).means().items()}
     peak = {f"training_peak_{name}": max(item[name] for item in metrics if name in item) for name in metrics[-1] if name.startswith("memory_")}
     return {**means, **last, **peak}
 

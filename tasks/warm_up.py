@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from dflash_core import pipeline
-from tasks.progress import duration
+from dflash_core.words import duration
 from tasks.run import Run
 
 

@@ -6,6 +6,7 @@ from dflash_core.training.evaluator import Evaluation, Judge
 from dflash_core.training.guard import CompileGuard
 from dflash_core.training.metrics import EVALUATIONS, bottleneck_in_words, read_metrics
 from dflash_core.training.ranks import Ranks, check_launcher, this_rank, under_torchrun
+from dflash_core.training.recent import RecentMetrics
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.session import TrainingSession
 from dflash_core.training.sync import GradientSync
@@ -22,6 +23,7 @@ __all__ = [
     "GradientSync",
     "Judge",
     "Ranks",
+    "RecentMetrics",
     "TrainingCheckpoint",
     "TrainingResult",
     "TrainingSession",

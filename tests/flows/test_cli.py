@@ -166,4 +166,4 @@ def test_the_console_keeps_the_last_acceptance_length_beside_the_metrics_of_late
     for step, metrics in ((4, {"loss": 2.5}), (4, {"eval/acceptance_length": 1.5}), (5, {"loss": 2.25})):
         console.metrics("train", step, metrics)
     console.end("train", "done")
-    assert stream.getvalue().splitlines()[-1] == "train: done  loss 2.250, acceptance length 1.50"
+    assert stream.getvalue().splitlines()[-1] == "train: done  loss 2.375 (mean of 2 steps), acceptance length 1.50"

@@ -149,6 +149,11 @@ def test_the_command_line_shows_every_stage_which_the_second_run_finds_and_says_
     lines = finished.stdout.splitlines()
     assert [line.split(":")[0] for line in lines if line.endswith(": begins")] == [name.replace("-", "_") for name in STAGES]
     assert Path(lines[-1]).name == "summary.json"
+    told = dict(line.split(": ", 1) for line in lines[-7:-1])
+    assert list(told) == ["lossless", "acceptance length", "speed", "to serve", "report", "MLflow"]
+    assert told["to serve"].split(" (")[0] == first_run["export_path"]
+    assert Path(told["report"]).is_file()
+    assert "mlflow server --backend-store-uri sqlite:///" in told["MLflow"]
     summary = json.loads(Path(lines[-1]).read_text())
     keys = "lossless acceptance_length acceptance_length_untrained speedup tokens_per_second stages mlflow_run_id export_path config_digest"
     assert set(summary) >= set(keys.split())

@@ -24,9 +24,14 @@ def test_a_command_of_the_core_runs_the_stages_up_to_its_own(config: Path, capsy
     assert all(": cached" in line for line in lines)
 
 
-def test_the_core_ends_with_the_path_of_the_summary_and_tells_errors_by_status(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_core_ends_with_what_came_out_and_tells_errors_by_status(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert core.main(["run", str(config)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(plan_of(config).run_folder / "summary.json")
+    told = capsys.readouterr().out
+    lines = told.splitlines()
+    assert lines[-1] == str(plan_of(config).run_folder / "summary.json")
+    assert "lossless: 3 of 3 answers are the target's own, token for token, in float32" in lines
+    assert [line.split(":")[0] for line in lines[-5:-1]] == ["lossless", "acceptance length", "speed", "to serve"]
+    assert not set("{}[]'") & set(told.replace("target's", "")), "words, and no Python"
     assert core.main(["run", str(config), "--set", "training.max_steps=1000000"]) == 2
     assert str(config) in capsys.readouterr().err
     assert core.main(["run", str(config), "--set", "target.model=./nowhere"]) == 1
