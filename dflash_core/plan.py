@@ -303,7 +303,7 @@ class Plan:
         return depends
 
     def _export_depends_on(self) -> dict[str, Any]:
-        return {"evaluate": self.key("evaluate"), "target": [self.info.name, self.info.revision]}  # which its config.json and its card name
+        return {"evaluate": self.key("evaluate"), "target": [self.info.served_as, self.info.revision]}  # which its config.json and its card name
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

