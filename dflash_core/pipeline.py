@@ -27,8 +27,8 @@ from dflash_core.stages import (
     Manifest,
     MetricSink,
     Progress,
-    StageBusyError,
     Stopwatch,
+    is_busy,
     make_ready,
     no_metrics,
     no_progress,
@@ -86,7 +86,7 @@ def run_stage(
         return StageResult(name, found.folder, found.manifest, True, watch.seconds)
     folder, key = plan.folder(name), plan.key(name)
     assert key is not None
-    if share and name == "shards" and _is_busy(folder):
+    if share and name == "shards" and is_busy(folder):
         return _help_with_shards(plan, folder, progress, watch)
     with stage_lock(folder):
         found = plan.stage(name)  # another process may have finished it while this one waited for nothing but the lock
@@ -103,14 +103,6 @@ def run_stage(
     return StageResult(name, folder, manifest, False, watch.seconds)
 
 
-def _is_busy(folder: Path) -> bool:
-    try:
-        with stage_lock(folder):
-            return False
-    except StageBusyError:
-        return True
-
-
 def _help_with_shards(plan: Plan, folder: Path, progress: Progress, watch: Stopwatch) -> StageResult:
     """Extract beside the process that holds the stage, until it says that the stage is done. Takes its place should it die.
 
@@ -119,7 +111,7 @@ def _help_with_shards(plan: Plan, folder: Path, progress: Progress, watch: Stopw
     if not in_store(plan, folder):
         make_missing_shards(plan, folder, progress)
     while (found := plan.stage("shards").manifest) is None:
-        if not _is_busy(folder):
+        if not is_busy(folder):
             return run_stage(plan, "shards", progress=progress)
         time.sleep(_LOOK_AGAIN_S)
     return StageResult("shards", folder, found, False, watch.seconds)

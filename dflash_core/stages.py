@@ -247,6 +247,17 @@ def stage_lock(folder: Path) -> Iterator[None]:
         yield
 
 
+def is_busy(folder: Path) -> bool:
+    """Whether a process holds a stage folder at this moment."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        with stage_lock(folder):
+            return False
+    except StageBusyError:
+        return True
+
+
 class Stopwatch:
     """Seconds since it was made."""
 

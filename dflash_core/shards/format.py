@@ -285,7 +285,10 @@ def read_index(path: Path, card: ShardCard) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise ShardError(f"{path} is damaged: {error}. Delete it and run the extraction again: at most one shard is made anew.") from error
     if table.schema != card.index_schema:
-        raise ShardError(f"{path} has columns {table.schema.names} instead of {card.index_schema.names}. It was not written by this program.")
+        raise ShardError(
+            f"{path} has columns {table.schema.names} instead of {card.index_schema.names}. It is damaged or of another program. "
+            "Delete it and run the extraction again."
+        )
     return table
 
 

@@ -35,6 +35,7 @@ from dflash_core.shards.store import clear_errors, open_store, put, sweep
 
 LEASE_S = 60.0
 _LOOK_S = 2.0
+_CARD_S = 5.0  # how long a card may be empty before its writer is taken for dead
 _CLAIM = re.compile(r"([0-9]+)\.([0-9]+)")
 _OWNER = re.compile(rb"[A-Za-z0-9.-]{1,200}")
 
@@ -208,17 +209,23 @@ class SharedShards:
             )
 
     def _check_card(self) -> None:
-        content = (self.card.model_dump_json(indent=2) + "\n").encode()
-        if self._create(f"{self._path}/{CARD}", content):
+        path, content = f"{self._path}/{CARD}", (self.card.model_dump_json(indent=2) + "\n").encode()
+        if self._create(path, content):
             return
+        of_others = self._card_of_others()
+        if not of_others:  # who began it was killed before it had written it
+            self._remove(path)
+            if self._create(path, content):
+                return
+            of_others = self._card_of_others()
         try:
-            found = ShardCard.model_validate_json(self._card_of_others())
+            found = ShardCard.model_validate_json(of_others)
         except ValidationError as error:
             raise ShardError(f"{self.address}: {CARD} is damaged or of another format. Delete what is there, and start again.") from error
         found.require(self.card.identity, self.address)
 
     def _card_of_others(self) -> bytes:
-        for _ in range(50):  # in a folder, creating and writing are two steps, and who begins at the same time may look between them
+        for _ in range(int(_CARD_S / 0.1)):  # in a folder, creating and writing are two steps, and who begins at the same time may look between them
             if content := self._read(f"{self._path}/{CARD}"):
                 return content
             time.sleep(0.1)

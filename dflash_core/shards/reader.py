@@ -11,6 +11,7 @@ is done for each sample is slicing by NumPy (``ShardSample.pieces``), and tensor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import threading
@@ -25,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import CARD, DTYPES, INDEX, TOKENS, Layout, ShardCard, checksum, read_index, shard_name
+from dflash_core.shards.format import CARD, DTYPES, INDEX, TOKENS, Layout, ShardCard, checksum, index_part, read_index, shard_name
 from dflash_core.shards.fp8 import SCALES, from_fp8
 from dflash_core.shards.trim import runs
 from dflash_core.stages import file_sha256
@@ -48,6 +49,13 @@ class Columns:
         self.bits = {name: bits(values) for name, values in tensors.items()}
         for values in self.bits.values():
             values.flags.writeable = False
+
+
+def index_damaged(index: Path, part: Path) -> str:
+    """What to do about an index that contradicts that of a shard, which is whole."""
+    return (
+        f"{index} is damaged: it does not tell the same as {part}. Delete it and run the extraction again: it is joined anew, and no shard is made."
+    )
 
 
 @dataclass(frozen=True)
@@ -171,14 +179,29 @@ class ShardDataset:
         return len(self.ids)
 
     def sample(self, index: int) -> ShardSample:
-        """Sample ``index`` as views of its shard. Raises ``ShardError`` naming the shard and the sample if they are damaged."""
-        shard = int(self._shards[index])
-        stored = self._mapped.get(shard) or self._open(shard)
-        places = {name: slice(start := int(starts[index]), start + int(counts[index])) for name, (starts, counts) in self._rows.items()}
-        sample = ShardSample(self.ids[index], stored, places, self._where)
-        if self._unverified[index]:
-            self._verify(index, shard, sample)
-        return sample
+        """Sample ``index`` as views of its shard. Raises ``ShardError`` naming the shard and the sample, or the index, if they are damaged."""
+        try:
+            shard = int(self._shards[index])
+            stored = self._mapped.get(shard) or self._open(shard)
+            places = {name: slice(start := int(starts[index]), start + int(counts[index])) for name, (starts, counts) in self._rows.items()}
+            sample = ShardSample(self.ids[index], stored, places, self._where)
+            if self._unverified[index]:
+                self._verify(index, shard, sample)
+            return sample
+        except ShardError as error:
+            if problem := self._index_problem():  # a shard that is whole looks damaged where the index is
+                raise ShardError(problem) from error
+            raise
+
+    def _index_problem(self) -> str | None:
+        """Where the index does not tell the same as those of the shards, from which it was joined: copies that nobody reads otherwise."""
+        whole = read_index(self.folder / INDEX, self.card)
+        for shard in range(self.card.num_shards):
+            members, path = self.card.samples_of(shard), index_part(self.folder, shard)
+            with contextlib.suppress(FileNotFoundError, ShardError):
+                if not read_index(path, self.card).equals(whole.slice(members.start, len(members))):
+                    return index_damaged(self.folder / INDEX, path)
+        return None
 
     def _verify(self, index: int, shard: int, sample: ShardSample) -> None:
         where = f"{self.folder / shard_name(shard)}: sample {sample.id!r}"

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from dflash_core.errors import ShardError
-from dflash_core.shards.format import INDEX, TOKENS, ShardCard, index_part, read_index, shard_name
-from dflash_core.shards.reader import ShardDataset
-from dflash_core.stages import Progress, no_progress
+from dflash_core.shards.format import INDEX, TOKENS, ShardCard, index_part, is_whole, read_index, shard_name
+from dflash_core.shards.reader import ShardDataset, index_damaged
+from dflash_core.stages import Progress, is_busy, no_progress
+from dflash_core.words import counted
 
 
 def verify_shards(folder: Path, progress: Progress = no_progress) -> list[str]:
@@ -20,6 +21,8 @@ def verify_shards(folder: Path, progress: Progress = no_progress) -> list[str]:
     """
     try:
         card = ShardCard.read(folder)
+        if unfinished := _unfinished(folder, card):
+            return [unfinished]
         dataset = ShardDataset(folder)
     except ShardError as error:
         return [str(error)]
@@ -42,6 +45,26 @@ def verify_shards(folder: Path, progress: Progress = no_progress) -> list[str]:
     return list(found)
 
 
+def _unfinished(folder: Path, card: ShardCard) -> str | None:
+    """How far a dataset is that has no index yet."""
+    if (folder / INDEX).exists():
+        return None
+    finished = sum(is_whole(folder, card, shard) for shard in range(card.num_shards))
+    remedy = (
+        "It is being made at present: wait for that to end" if is_busy(folder) else "Nobody is at it: run the extraction again, it goes on from there"
+    )
+    return f"{folder} is not finished: {finished} of {counted(card.num_shards, 'shard')} are whole, and it has no {INDEX}. {remedy}."
+
+
+def _is_readable(dataset: ShardDataset, members: range) -> bool:
+    try:
+        for index in members:
+            dataset.sample(index)
+    except ShardError:
+        return False
+    return True
+
+
 def _index_problems(dataset: ShardDataset, card: ShardCard) -> list[str]:
     """The rows must be those of the shards' own index parts, and lie one after the other."""
     whole = read_index(dataset.folder / INDEX, card)
@@ -55,7 +78,10 @@ def _index_problems(dataset: ShardDataset, card: ShardCard) -> list[str]:
             for start, count in (("start", TOKENS), *((f"{name}_start", name) for name in card.partial))
         )
         try:
-            if not in_line or not read_index(path, card).equals(rows):
+            same = read_index(path, card).equals(rows)
+            if not same and not _is_readable(dataset, members):
+                problems.append(index_damaged(dataset.folder / INDEX, path))
+            elif not in_line or not same:
                 problems.append(
                     f"{path} and {INDEX} do not tell the same of {shard_name(shard)}. "
                     f"Delete {path} and run the extraction again: only this shard is made anew."

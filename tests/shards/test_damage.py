@@ -4,12 +4,15 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from dflash_core.errors import ShardError
 from dflash_core.shards import ShardDataset, ShardWriter, expected_of, verify_shards
 from dflash_core.shards.format import Layout, ShardCard
+from dflash_core.stages import stage_lock
 from tests.shards.fakes import TAPS, FakeInfo, contents, run
 
 
@@ -183,3 +186,47 @@ def test_a_column_of_another_dtype_is_refused(tmp_path: Path, whole: Path) -> No
     columns = {"features": torch.zeros(2, 16), "tokens": torch.zeros(2, dtype=torch.int32), "loss_mask": torch.ones(2, dtype=torch.bool)}
     with pytest.raises(ValueError, match="column features must be"), writer.shard(0, list("abcd"), [2, 2, 3, 4]) as out:
         out.write(0, columns)
+
+
+@pytest.mark.parametrize("column", ["shard", "start", "tokens", "crc32"])
+@pytest.mark.parametrize("change", [1, -(2**31 - 1)])
+def test_an_index_that_is_damaged_alone_is_named_and_not_the_shards_that_it_misreads(
+    dataset_folder: Path, column: str, change: int, whole: Path
+) -> None:
+    path = dataset_folder / "index.arrow"
+    table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
+    values = table[column].to_numpy().copy()
+    values[5] += np.array(change).astype(values.dtype)
+    position = table.schema.get_field_index(column)
+    table = table.set_column(position, table.schema.field(position), pa.array(values))
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    words = r"index\.arrow is damaged: .* Delete it and run the extraction again: it is joined anew, and no shard is made"
+    with pytest.raises(ShardError, match=words):
+        read_all(dataset_folder)
+    assert any("index.arrow is damaged" in problem for problem in verify_shards(dataset_folder))
+    path.unlink()
+    kept = {name: (dataset_folder / name).stat().st_mtime_ns for name in contents(dataset_folder) if name.startswith("shard-")}
+    run(dataset_folder)
+    assert contents(dataset_folder) == contents(whole)
+    assert kept == {name: (dataset_folder / name).stat().st_mtime_ns for name in kept}
+
+
+@pytest.mark.parametrize("size", [0, 10, -30])
+def test_an_index_that_was_cut_is_named(dataset_folder: Path, size: int) -> None:
+    path = dataset_folder / "index.arrow"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ShardError, match=r"index\.arrow is damaged"):
+        read_all(dataset_folder)
+    [problem] = verify_shards(dataset_folder)
+    assert "index.arrow is damaged" in problem
+
+
+def test_of_shards_that_are_being_made_it_is_said_how_many_are_whole_and_that_somebody_is_at_it(dataset_folder: Path) -> None:
+    for name in ("index.arrow", "shard-00002.safetensors"):
+        (dataset_folder / name).unlink()
+    [problem] = verify_shards(dataset_folder)
+    assert "is not finished: 3 of 4 shards are whole, and it has no index.arrow. Nobody is at it: run the extraction again" in problem
+    with stage_lock(dataset_folder):
+        [problem] = verify_shards(dataset_folder)
+    assert problem.endswith("It is being made at present: wait for that to end.")

@@ -151,6 +151,15 @@ def test_a_card_that_is_being_written_is_waited_for(whole: Path, tmp_path: Path)
         joining.result().close()
 
 
+def test_a_card_that_was_begun_by_one_that_was_killed_is_taken_for_none(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_core.shards.leases._CARD_S", 0.1)
+    card, path = ShardCard.read(whole), tmp_path / "store" / CARD
+    path.parent.mkdir()
+    path.touch()
+    SharedShards(f"file://{tmp_path}/store", card).close()
+    assert ShardCard.read(path.parent) == card
+
+
 def test_two_machines_divide_the_shards_and_each_ends_with_all_of_them(address: str, whole: Path, tmp_path: Path) -> None:
     """Each waits with its first shard until the other has one, too."""
     both = threading.Barrier(2, timeout=PATIENCE_S)
