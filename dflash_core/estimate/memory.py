@@ -20,6 +20,7 @@ import torch
 from dflash_core.config import PipelineConfig, devices_of
 from dflash_core.decoding import Room
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
+from dflash_core.drafter.attention import SCORE_GRADIENT_BYTES, attention_kind
 from dflash_core.drafter.layers import DENSE_GROUP
 from dflash_core.evaluation.during import ROWS
 from dflash_core.evaluation.ways import further_ways
@@ -193,7 +194,7 @@ class Sizes:
         elif training.rows_per_microstep > 1:
             ledger.add(device, "batches", batch)
         # gradients come as what was kept for them goes: at its peak a pass holds the one or the other
-        ledger.add(device, "forward and backward pass", max(self.kept(on_cuda) + self.loss(on_cuda), handed))
+        ledger.add(device, "forward and backward pass", max(self.kept(on_cuda) + max(self.loss(on_cuda), self.attention_backward(device)), handed))
         if on_cuda and training.precision == "fp8":
             ledger.add(device, "vocabulary", 2 * self.info.hidden_size * self.info.vocab_size)
 
@@ -220,6 +221,14 @@ class Sizes:
         layers = L * Q * H * b + (Q * slot + context) if training.activation_checkpointing else L * (Q * slot + context)
         widened = self.config.extraction.feature_dtype == "fp8" or not on_cuda  # otherwise the drafter reads a batch's own features
         return training.rows_per_microstep * (layers + 2 * T * H * b + widened * T * drafter.feature_size * b) + weights
+
+    def attention_backward(self, device: str) -> int:
+        """What the fused kernels write down on their way back, of a layer."""
+        training, drafter = self.config.training, self.drafter
+        if attention_kind(training.attention, torch.device(device), training.precision, drafter) != "fused":
+            return 0
+        heads = training.rows_per_microstep * drafter.num_heads
+        return min(heads * training.row_length * training.num_anchors * drafter.block_size * 2, SCORE_GRADIENT_BYTES)
 
     def loss(self, on_cuda: bool) -> int:
         """Logits of a chunk, of drafter and teacher, and the hidden states with their gradients, of all slots of a micro-step."""
