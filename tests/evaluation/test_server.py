@@ -14,13 +14,13 @@ from dflash_core.drafter import DFlashDrafter, load_checkpoint
 from dflash_core.errors import EndpointError
 from dflash_core.evaluation import server as module
 from dflash_core.evaluation.server import ServerFigures, compare_servers, measure_server, read_counters
-from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
-from dflash_core.plan import STAGES, Plan
+from dflash_core.pipeline import drafter_folder, evaluation_of
+from dflash_core.plan import Plan
 from dflash_core.target import TargetModel
 from flows.cli import app
 from tests.evaluation.conftest import TOKENS
 from tests.evaluation.stand_in import Answer, StandIn, serving
-from tests.tiny_run import write_tiny_run
+from tests.tiny_run import run_all, write_tiny_run
 from tests.waiting import PATIENCE_S, eventually
 
 PROMPTS = TOKENS
@@ -187,10 +187,7 @@ def test_counters_are_summed_over_engines_and_other_programs_have_none() -> None
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_tiny_run(tmp_path_factory.mktemp("server"))
-    plan = Plan(load_config(path))
-    for name in STAGES:
-        if name != "warm_up":
-            run_stage(plan, name)
+    run_all(Plan(load_config(path)))
     return path
 
 

@@ -17,7 +17,7 @@ from dflash_core.plan import STAGES, Plan
 from flows.cli import app
 from tests.children import environment
 from tests.drafter.small import small_drafter
-from tests.tiny_run import STEPS, write_tiny_run
+from tests.tiny_run import STEPS, run_all, write_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -32,10 +32,7 @@ def dflashctl(*arguments: str) -> tuple[int, str, str]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration whose stages are all done."""
     path = write_tiny_run(tmp_path_factory.mktemp("commands"))
-    plan = Plan(load_config(path))
-    for name in STAGES:
-        if name != "warm_up":
-            pipeline.run_stage(plan, name)
+    run_all(Plan(load_config(path)))
     return path
 
 
