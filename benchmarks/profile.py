@@ -89,8 +89,9 @@ def profile_step(recorder: Recorder, shape: Shape, variant: str, folder: Path) -
             spent[kind_of(kernel.name)] += (kernel.end - kernel.begin) / 1e3 / steps
             lines[kernel.name].append((kernel.end - kernel.begin) / 1e3 / steps)
         vocabulary = _of_the_vocabulary(events, shape.V, on_gpu) / 1e3 / steps
-        spent["products"] -= vocabulary
-        spent[PRODUCTS_OF_THE_VOCABULARY] += vocabulary
+        if vocabulary:  # the operations of a replayed graph are not told, so that their shapes are not, either
+            spent["products"] -= vocabulary
+            spent[PRODUCTS_OF_THE_VOCABULARY] += vocabulary
         if on_gpu:
             spent["gaps"] = idle_time(kernels) / 1e3 / steps
         listing = [
