@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from dflash_core.checks import advice
 from dflash_core.config import PipelineConfig, load_config
-from dflash_core.errors import DFlashError, InputError
+from dflash_core.errors import DFlashError, InputError, os_reason
 from dflash_core.evaluation import served_table, sets_table, ways_table
 from dflash_core.pace import Pace
 from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         failure, status = str(error), 2
     except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
-        failure, status = f"{type(error).__name__}: {error}", 1
+        failure, status = f"{type(error).__name__}: {os_reason(error) if isinstance(error, OSError) else error}", 1
     except KeyboardInterrupt:
         print(f"{_who(ranks)}Interrupted. The same command goes on from here.", file=sys.stderr)
         status = 130

@@ -22,8 +22,14 @@ def read_tree(model: type[Section], path: str | Path, overrides: Sequence[str] =
     source = str(path)
     try:
         tree = _yaml().load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(source, [Problem("(file)", source, f"cannot be read: {error}", "Check the path")]) from error
+    except FileNotFoundError as error:
+        raise ConfigError(source, [Problem("(file)", source, "there is no such file", _remedy_for_path(Path(path)))]) from error
+    except IsADirectoryError as error:
+        raise ConfigError(source, [Problem("(file)", source, "is a folder", "Name a YAML file")]) from error
+    except OSError as error:
+        raise ConfigError(source, [Problem("(file)", source, f"cannot be read: {error.strerror}", "Make it readable")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(source, [Problem("(file)", source, f"is not text in UTF-8: {error}", "Name a YAML file")]) from error
     except YAMLError as error:
         raise ConfigError(source, [Problem("(file)", source, f"is not valid YAML: {error}", "Correct the line it names")]) from error
     if not isinstance(tree, dict):
@@ -31,6 +37,13 @@ def read_tree(model: type[Section], path: str | Path, overrides: Sequence[str] =
     for override in overrides:
         _apply_override(tree, override)
     return tree
+
+
+def _remedy_for_path(path: Path) -> str:
+    """A file of nearly the same name beside it, or else where relative paths begin."""
+    there = [str(item) for item in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(str(path), there, n=1)
+    return f"Did you mean {close[0]}?" if close else f"Name a YAML file (the working folder is {Path.cwd()})"
 
 
 def parse_as(model: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_core.words import counted
+
 
 class DFlashError(Exception):
     """Base of every error of this project."""
@@ -32,14 +34,19 @@ class Problem:
         return f"{self.path} = {shown}: {self.message}. {self.remedy}"
 
 
+def os_reason(error: OSError) -> str:
+    """Why the system refuses, in words and with the file: ``No such file or directory: a.yaml``."""
+    named = f": {error.filename}" if error.filename is not None else ""
+    return f"{error.strerror or error}{named}"
+
+
 class InputError(DFlashError):
     """Bad input. Names the file, the field, the value and the remedy."""
 
     def __init__(self, source: str, problems: Sequence[Problem]):
         self.source = source
         self.problems = tuple(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in self.problems)]))
+        super().__init__("\n".join([f"{source}: {counted(len(self.problems), 'problem')}", *(f"  {problem}" for problem in self.problems)]))
 
 
 class ConfigError(InputError):

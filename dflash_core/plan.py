@@ -30,6 +30,7 @@ from dflash_core.stages import Manifest, file_sha256
 from dflash_core.target import TargetInfo, TargetModel, resolve_target
 from dflash_core.target.fetch import is_path
 from dflash_core.training import OPERATIONAL
+from dflash_core.words import counted
 
 STAGES = ("target", "responses", "samples", "shards", "warm_up", "train", "evaluate", "export")
 
@@ -185,13 +186,13 @@ class Plan:
     def _problem_of_target(self, folder: Path) -> str | None:
         if self._info is None:
             return "the target's files are gone"
-        same = json.loads((folder / TARGET).read_bytes()) == json.loads(json.dumps(self._info.to_dict()))
-        return None if same else "the target's files have changed"
+        recorded = {"repository": self._info.repository} | json.loads((folder / TARGET).read_bytes())  # older records have none
+        return None if recorded == json.loads(json.dumps(self._info.to_dict())) else "the target's files have changed"
 
     def _what_is_new(self, name: str, key: str) -> str:
         folders = (self.workspace / "stages").glob(f"{name}-*") if (self.workspace / "stages").is_dir() else []
         others = [folder for folder in folders if folder != self._folder(name, key)]  # its own is there as soon as it is locked
-        return f"no result for these settings (results for {len(others)} others are kept)" if others else "never run"
+        return f"no result for these settings (results for {counted(len(others), 'other')} are kept)" if others else "never run"
 
     def _digest_of_input(self, path: Path) -> str:
         if path not in self._input_digests:

@@ -16,7 +16,8 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from dflash_core.errors import DFlashError, InputError
+from dflash_core.errors import DFlashError, InputError, os_reason
+from dflash_core.words import counted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train DFlash drafters and look at what they do.")
 shards_app = typer.Typer(no_args_is_help=True, help="Hidden-state datasets.")
@@ -42,7 +43,7 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
             print(error, file=sys.stderr)
             raise typer.Exit(2) from error
         except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{type(error).__name__}: {os_reason(error) if isinstance(error, OSError) else error}", file=sys.stderr)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
             print("Interrupted. The same command goes on from here.", file=sys.stderr)
@@ -224,7 +225,7 @@ def down(folder: ServicesFolder = SERVICES) -> None:
     """
     from flows.services import down as stop
 
-    print(f"{stop(folder)} processes have ended")
+    print(f"{counted(stop(folder), 'process', 'processes')} ended")
 
 
 @app.command()
@@ -288,9 +289,9 @@ def verify(path: Annotated[Path, typer.Argument(help="Folder of a hidden-state d
 
     problems = verify_shards(path)
     if problems:
-        raise DFlashError("\n".join([f"{path}: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)]))
+        raise DFlashError("\n".join([f"{path}: {counted(len(problems), 'problem')}", *(f"  {problem}" for problem in problems)]))
     dataset = ShardDataset(path)
-    print(f"{path}: {len(dataset)} samples, {int(dataset.lengths.sum())} tokens, every byte as it was written")
+    print(f"{path}: {counted(len(dataset), 'sample')}, {counted(int(dataset.lengths.sum()), 'token')}, every byte as it was written")
 
 
 @app.command()

@@ -29,9 +29,9 @@ def evaluate_server(path: Path, overrides: Sequence[str], server: str | None, al
         EndpointError: a server cannot be measured.
     """
     if server is None:
-        raise InputError("--alone", [Problem("--alone", alone, "is compared with a server that drafts", "Name that with --server")])
+        raise InputError("dflashctl evaluate", [Problem("--alone", alone, "is compared with a server that drafts", "Name that with --server")])
     if drafter is not None:
-        raise InputError("--server", [Problem("--drafter", drafter, "a server has a drafter of its own", "Leave one of the two out")])
+        raise InputError("dflashctl evaluate", [Problem("--drafter", drafter, "a server has a drafter of its own", "Leave one of the two out")])
     plan = Plan(load_config(path, overrides), str(path))
     require(plan, path, "samples")
     settings = plan.config.evaluation

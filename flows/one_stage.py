@@ -12,6 +12,7 @@ from dflash_core.errors import DFlashError, InputError, Problem
 from dflash_core.evaluation import EvaluationResult, served_table, sets_table, ways_table
 from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.plan import Plan
+from dflash_core.words import counted
 from flows.console import console_watcher
 from flows.show import print_rows, standard_output
 from tasks.evaluate import acceptance_table, evaluate_folder, find_drafter
@@ -90,7 +91,7 @@ def print_evaluation(result: EvaluationResult) -> None:
     served = result.as_served
     trained = served.trained
     beyond = f", {result.diverged_beyond_noise} beyond the noise of rounding" if result.diverged else ""
-    console.print(f"lossless on {result.lossless:.1%} of {result.prompts} prompts ({result.diverged} diverged{beyond})")
+    console.print(f"lossless on {result.lossless:.1%} of {counted(result.prompts, 'prompt')} ({result.diverged} diverged{beyond})")
     speed = f"{trained.tokens_per_second:,.1f} tokens/s, {trained.baseline_tokens_per_second:,.1f} without the drafter: {trained.speedup:.2f}×"
     proof = f" ({result.trained.speedup:.2f}× in {result.dtype})" if result.served else ""
     console.print(f"{speed} in {served.dtype}{proof}")
@@ -99,7 +100,7 @@ def print_evaluation(result: EvaluationResult) -> None:
 def require_new(option: str, path: Path) -> None:
     """Raise ``InputError`` unless the path is free to be written: told before the work, not after it."""
     if path.exists():
-        raise InputError(option, [Problem(option, str(path), "is there already", "Name one that does not exist")])
+        raise InputError("dflashctl", [Problem(option, str(path), "is there already", "Name one that does not exist")])
     require_folder(option, path.parent)
 
 
@@ -107,7 +108,7 @@ def require_folder(option: str, path: Path) -> None:
     """Raise ``InputError`` unless the path is a folder, or can become one."""
     found = next(place for place in (path, *path.parents) if place.exists())
     if not found.is_dir():
-        raise InputError(option, [Problem(option, str(path), f"{found} is not a folder", "Name another one")])
+        raise InputError("dflashctl", [Problem(option, str(path), f"{found} is not a folder", "Name another one")])
 
 
 def require(plan: Plan, path: Path, name: str) -> None:

@@ -27,6 +27,7 @@ from dflash_core.pipeline import evaluation_of
 from dflash_core.retrain import RetrainConfig
 from dflash_core.retrain.decision import Decision, decide
 from dflash_core.retrain.rounds import Round, Rounds, pipeline_config
+from dflash_core.words import counted
 from tasks.logs import flow_run_logs
 from tasks.registry import CHAMPION, Registry, Version, fetched
 from tasks.run import Run, publish
@@ -82,7 +83,7 @@ class Retraining:
         current = self.rounds.begun()
         if current is not None:
             self.rounds.check(self.config)
-            logger.info("Round %d, begun at %s, is taken up: %d new prompts.", current.number, current.begun, current.new)
+            logger.info("Round %d, begun at %s, is taken up: %s.", current.number, current.begun, _prompts(current))
             version = self._begun_from(current)
         else:
             version = self.registry.champion(self.name)
@@ -107,13 +108,18 @@ class Retraining:
         assert self.current is not None
         begun = "not begun yet" if self.place is not None else f"begun at {self.current.begun}"
         start = f"from version {self.current.champion} on" if self.current.champion is not None else "without a champion"
-        return f"Round {self.current.number} of {self.name}, {begun}: {self.current.new} new prompts and {self.current.replayed} old ones, {start}."
+        return f"Round {self.current.number} of {self.name}, {begun}: {_prompts(self.current)}, {start}. {self.unusable}".rstrip()
 
     @property
     def nothing_new(self) -> str:
         """Why nothing is done, in a sentence."""
         wanted, last = self.config.retrain.min_new_prompts, self.rounds.watermark.round
-        return f"{'No' if wanted == 1 else f'Fewer than {wanted}'} new prompts since round {last}: nothing to do."
+        return f"{'No' if wanted == 1 else f'Fewer than {wanted}'} new prompts since round {last}: nothing to do. {self.unusable}".rstrip()
+
+    @property
+    def unusable(self) -> str:
+        """How much of what has arrived cannot be used, in a sentence; empty where all can."""
+        return f"Of what has arrived, {self.rounds.rejected}" if self.rounds.rejected else ""
 
     def _begun_from(self, current: Round) -> Version | None:
         if current.champion is None:
@@ -166,7 +172,7 @@ def collect_prompts(retraining: Retraining) -> State[dict[str, Any]]:
         publish(lambda: create_markdown_artifact(f"# {retraining.name}\n\n{message}\n", key="retraining", description="Nothing new"))
         return Completed(name="NothingNew", message=message, data={})
     facts = current.model_dump(mode="json", exclude={"files"})
-    return Completed(message=f"round {current.number}: {current.new} new prompts, {current.replayed} old ones", data=facts)
+    return Completed(message=f"round {current.number}: {_prompts(current)}", data=facts)
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, retries=0)
@@ -195,6 +201,11 @@ def promote(run: Run, retraining: Retraining) -> State[dict[str, Any]]:
     moved = promoted and not retraining.dry_run
     retraining.outcome = {"summary": f"{run.version}: {outcome}", "promoted": moved, "version": run.version.number, "reasons": list(reasons)}
     return Completed(message=f"{run.version}: {outcome}", data=retraining.outcome)
+
+
+def _prompts(current: Round) -> str:
+    """``1 new prompt and 20 old ones``."""
+    return f"{counted(current.new, 'new prompt')} and {counted(current.replayed, 'old one')}"
 
 
 def _moved(retraining: Retraining, current: Round, version: Version, reasons: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
@@ -240,7 +251,7 @@ def in_markdown(version: Version, page: str | None, current: Round, decision: De
         *_difference(decision),
         f"| lossless | | {decision.lossless:.1%} of {decision.prompts} prompts |",
         "",
-        f"Round {current.number}: {current.new} new prompts and {current.replayed} old ones; {current.heldout} prompts are held out in all rounds.",
+        f"Round {current.number}: {_prompts(current)}; {counted(current.heldout, 'prompt')} held out in all rounds.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from dflash_core import pipeline
-from dflash_core.words import duration
+from dflash_core.words import counted, duration
 from tasks.run import Run
 
 
@@ -39,4 +39,4 @@ def warm_up(run: Run) -> State[dict[str, Any]]:
             record.log_results({f"evaluator_{name}": float(value) for name, value in facts.items()})
         graphs, found = (sum(getattr(device, name) for device in report.devices) for name in ("graphs", "graphs_found"))
         compiled = f", {graphs} graphs, of which {found} had been compiled before" if graphs else ""
-        return Completed(message=f"{len(report.devices)} replicas in {report.seconds:.1f} s{compiled}", data=asdict(report))
+        return Completed(message=f"{counted(len(report.devices), 'replica')} in {report.seconds:.1f} s{compiled}", data=asdict(report))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dflash_core.errors import DataError, Problem
+from dflash_core.words import counted
 
 _SHOWN = 5  # rejected rows named in the error itself; the file has all of them
 
@@ -30,12 +31,15 @@ class RejectLog:
         self.filtered = 0
         self.hide_values = False
         self._first: list[Problem] = []
+        self._part: tuple[int, int, Problem | None] = (0, 0, None)
         self._file = path.open("w", encoding="utf-8")
 
     def add(self, problem: Problem) -> None:
         """Reject one row. ``problem.path`` says which: ``prompts.jsonl:17`` or the id of a conversation."""
         self.count += 1
         problem = self._write(problem)
+        if self._part[2] is None:
+            self._part = (*self._part[:2], problem)
         if len(self._first) < _SHOWN:
             self._first.append(problem)
 
@@ -52,6 +56,18 @@ class RejectLog:
         record = {"where": problem.path, "reason": problem.message, "value": value[:200], "remedy": problem.remedy}
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
         return problem
+
+    def begin_part(self) -> None:
+        """Rows from here on are told of by themselves in ``of_part``."""
+        self._part = (self.seen, self.count, None)
+
+    def of_part(self) -> str:
+        """How many rows of the part were rejected, and why the first was, in a sentence; empty if none was."""
+        seen, count, first = self._part
+        if first is None:
+            return ""
+        rejected = f"{self.count - count:,} of {counted(self.seen - seen, 'row')} {'was' if self.count - count == 1 else 'were'} rejected"
+        return f"{rejected}; of the first, {first.path}: {first.message}. {first.remedy}."
 
     def check(self, limit: float) -> None:
         """Raises ``DataError`` when the rejected share of the rows seen is above ``limit`` (``data.max_rejected_fraction``)."""

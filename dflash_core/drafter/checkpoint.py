@@ -85,7 +85,9 @@ def read_serving_config(folder: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path}: expected a drafter's configuration, cannot read it: {error}. Check the path, or save again.") from error
+        raise CheckpointError(
+            f"{path}: expected a drafter's configuration, cannot read it: {error.strerror}. Check the path, or save again."
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: expected JSON: {error}. Export the drafter again.") from error
     if not isinstance(fields, dict):

@@ -25,6 +25,7 @@ from dflash_core.drafter.rope import flat_rope_parameters, rope_frequencies
 from dflash_core.drafter.serving import CAUSAL_KEYS, SPECULATORS_KEYS, fits_speculators, from_serving, to_serving
 from dflash_core.errors import CheckpointError
 from dflash_core.stages import atomic_write
+from dflash_core.words import counted
 
 if TYPE_CHECKING:
     from dflash_core.target.info import TargetInfo
@@ -78,7 +79,7 @@ def verify_export(folder: str | Path, info: TargetInfo, drafter: DFlashDrafter |
     problems += _rope_problems(fields, config, info, drafter)
     problems += _stored_problems(folder, config, drafter)
     if problems:
-        raise CheckpointError("\n  ".join([f"{folder}: {len(problems)} problem(s); do not serve it, export the drafter again:", *problems]))
+        raise CheckpointError("\n  ".join([f"{folder}: {counted(len(problems), 'problem')}; do not serve it, export the drafter again:", *problems]))
 
 
 def _architectures(info: TargetInfo) -> list[str]:

@@ -26,6 +26,7 @@ from dflash_core.drafter.rope import flat_rope_parameters, rope_frequencies
 from dflash_core.drafter.serving import CAUSAL_KEYS, from_serving, to_serving
 from dflash_core.errors import CheckpointError, TargetError
 from dflash_core.target.weights import stored_tensors
+from dflash_core.words import counted
 
 if TYPE_CHECKING:
     from dflash_core.target.info import TargetInfo
@@ -112,7 +113,7 @@ def import_drafter(source: str | Path, out: str | Path, info: TargetInfo | None 
 
 
 def _error(source: Path, problems: list[str]) -> CheckpointError:
-    return CheckpointError("\n  ".join([f"{source}: {len(problems)} problem(s); cannot be trained further here:", *problems]))
+    return CheckpointError("\n  ".join([f"{source}: {counted(len(problems), 'problem')}; cannot be trained further here:", *problems]))
 
 
 def _from_zlab(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dflash_core.runners import planned_steps, used_tokens
 from dflash_core.shards.columns import all_columns, trimmed_bytes
 from dflash_core.shards.format import TOKENS
 from dflash_core.training.replica import compute_dtype
+from dflash_core.words import counted
 
 # Share of the rate of a matrix product that a stage reaches, and seconds that a layer takes whatever it computes: on two cores from runs of the demo,
 # on an H200 from benchmarks/RESULTS.md (of the ceiling 0.71 in extraction and 0.73 in training with an 8B target, 0.26 and 0.45 with one of 135M).
@@ -72,7 +73,7 @@ def estimate(plan: Plan) -> Forecast:
     rates = measure_rates(devices_of(config.target.device)[0], getattr(torch, config.target.dtype))
     work = _Work(plan, amounts_of(plan), Sizes(config, info), rates)
     stages = {
-        "target": Estimate(f"{info.num_layers} layers"),
+        "target": Estimate(counted(info.num_layers, "layer")),
         "responses": work.responses(),
         "samples": work.samples(),
         "shards": work.shards(),
@@ -102,7 +103,7 @@ class _Work:
 
     def responses(self) -> Estimate:
         data, amounts = self._config.data, self._amounts
-        rows, disk = f"{self._about}{amounts.conversations} conversations", amounts.conversations * 600
+        rows, disk = self._about + counted(amounts.conversations, "conversation"), amounts.conversations * 600
         if data.regenerate == "never" or (data.regenerate == "auto" and data.response_cache is not None):
             return Estimate(rows, disk, None, 0.0)
         if data.generation.endpoints:
@@ -117,7 +118,7 @@ class _Work:
 
     def samples(self) -> Estimate:
         tokens = self._amounts.tokens
-        return Estimate(f"{self._about}{tokens} tokens", tokens * 5, None, tokens / 200_000)
+        return Estimate(self._about + counted(tokens, "token"), tokens * 5, None, tokens / 200_000)
 
     def shards(self) -> Estimate:
         if not self._plan.extracts:
@@ -131,14 +132,14 @@ class _Work:
         devices = extraction.devices or (self._config.target.device,)
         at_once = sum(len(devices_of(device)) for device in devices) if self._kind == "cuda" else 1
         return Estimate(
-            f"{math.ceil(self._amounts.samples / extraction.samples_per_shard)} shards", disk, self._sizes.shards().needed(),
+            counted(math.ceil(self._amounts.samples / extraction.samples_per_shard), "shard"), disk, self._sizes.shards().needed(),
             self._prefill(tokens) / at_once + _LOADING_S, trimmable,
         )  # fmt: skip
 
     def warm_up(self) -> Estimate:
         training, targets = self._config.training, len(self._config.target_devices)
         return Estimate(
-            f"{len(training.devices)} replicas" + (f", {targets} target{'s' * (targets > 1)}" if targets else ""), None, self._training,
+            counted(len(training.devices), "replica") + (f", {counted(targets, 'target')}" if targets else ""), None, self._training,
             (_COMPILING_S if training.compiles(torch.device(training.devices[0]).type) else 0.0) + _LOADING_S * (len(training.devices) + targets),
         )  # fmt: skip
 
@@ -155,7 +156,7 @@ class _Work:
             feed = self._prefill(rows * training.row_length) / (1 if on_cpu else len(targets))
             apart = not on_cpu and not {part for device in targets for part in devices_of(device)} & set(training.devices)
             seconds = max(seconds, feed) if apart else seconds + feed
-        made = f"{self._steps} steps of {config.rows_per_step} rows" + (f", {during} evaluations" if during else "")
+        made = f"{counted(self._steps, 'step')} of {counted(config.rows_per_step, 'row')}" + (f", {counted(during, 'evaluation')}" if during else "")
         return Estimate(made, disk, self._training, seconds)
 
     def evaluate(self) -> Estimate:
@@ -168,7 +169,7 @@ class _Work:
         block = settings.block_size or self._config.drafter.block_size
         ways = further_ways(settings, block)
         seconds = prompts * self._decoded(1, block, settings.dtype) + compared * self._pass(block, settings.dtype)
-        made = f"{prompts} prompts"
+        made = counted(prompts, "prompt")
         if served:  # where most texts part from the target's own, which is then scored again
             seconds += in_served * (self._decoded(1, block, served) + self._pass(1, served))
             made += f", {in_served} in {served}"

@@ -11,6 +11,7 @@ from typing import Any
 from dflash_core.evaluation.compare import Comparison
 from dflash_core.evaluation.intervals import Interval
 from dflash_core.evaluation.result import EvaluationResult, Figures, StageSeconds
+from dflash_core.words import counted
 
 BLUE, ORANGE, GREEN, GREY, LIGHT, INK, FAINT = "#2563eb", "#f59e0b", "#10b981", "#9ca3af", "#dbe3ee", "#111827", "#6b7280"
 _SERIES = (BLUE, ORANGE, GREEN, GREY)
@@ -66,7 +67,7 @@ def draw_evaluations(axes: Any, metrics: Metrics) -> None:
 def draw_prompts(axes: Any, result: EvaluationResult) -> None:
     """Acceptance length of every prompt, sorted, with the mean."""
     lengths = sorted((row.acceptance_length for row in result.rows if row.acceptance_length is not None), reverse=True)
-    style(axes, "Tokens per target pass, prompt by prompt", f"{len(lengths)} prompts, best first", "acceptance length (1 = no drafter)")
+    style(axes, "Tokens per target pass, prompt by prompt", f"{counted(len(lengths), 'prompt')}, best first", "acceptance length (1 = no drafter)")
     if not lengths:
         return
     axes.bar(range(1, len(lengths) + 1), [length - 1 for length in lengths], bottom=1, color=BLUE, width=0.72)
@@ -95,7 +96,7 @@ def draw_differences(axes: Any, comparison: Comparison) -> None:
     overall = comparison.overall
     differences = sorted((row.second - row.first for row in comparison.rows), reverse=True)
     title = f"{comparison.second_name} against {comparison.first_name}, prompt by prompt"
-    style(axes, title, f"{len(differences)} prompts: {overall.better} better, {overall.worse} worse", "difference in acceptance length")
+    style(axes, title, f"{counted(len(differences), 'prompt')}: {overall.better} better, {overall.worse} worse", "difference in acceptance length")
     axes.bar(range(len(differences)), differences, color=[BLUE if value > 0 else GREY for value in differences], width=0.8)
     if overall.interval:
         axes.axhspan(overall.interval.low, overall.interval.high, color=ORANGE, alpha=0.2, linewidth=0)

@@ -43,6 +43,7 @@ from dflash_core.evaluation.panels import (
 )
 from dflash_core.evaluation.result import EvaluationResult
 from dflash_core.stages import atomic_write
+from dflash_core.words import counted
 
 _VARIABLES = {INK: "ink", FAINT: "faint", LIGHT: "light", BLUE: "blue", ORANGE: "orange", GREEN: "green", GREY: "grey"}
 
@@ -113,7 +114,7 @@ def _draw_heading(figure: Any, result: EvaluationResult) -> None:
     trained, served = result.trained, result.as_served.trained
     figure.text(0.022, 0.86, f"DFlash drafter for {result.target}", fontsize=16, fontweight="bold", color=INK, va="center")
     of_sets = f" of {len(result.sets)} sets" if len(result.sets) > 1 else ", held out"
-    how = f"greedy, {result.prompts} prompts{of_sets}, up to {result.max_new_tokens} new tokens, blocks of {result.block_size}"
+    how = f"greedy, {counted(result.prompts, 'prompt')}{of_sets}, up to {result.max_new_tokens} new tokens, blocks of {result.block_size}"
     figure.text(0.978, 0.86, how, fontsize=9.5, color=FAINT, ha="right", va="center")
     intervals = trained.intervals
     before = "" if result.untrained is None else f"\n{result.untrained.acceptance.mean_of_requests:.2f} before training"

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dflash_core.errors import DFlashError
 from dflash_core.evaluation import EvaluationResult, Paired, compare_with_untrained
+from dflash_core.words import counted
 
 
 class Decision(BaseModel):
@@ -49,9 +50,9 @@ def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None)
         raise DFlashError(f"The champion was measured on {measured} prompts and its challenger on {evaluation.prompts}: they cannot be compared.")
     lossless = evaluation.lossless == 1.0
     reasons = [
-        f"It is lossless on all {evaluation.prompts} prompts."
+        f"It is lossless on all of {counted(evaluation.prompts, 'prompt')}."
         if lossless
-        else f"It is not lossless: {evaluation.lossless:.1%} of {evaluation.prompts} prompts have the target's own answer."
+        else f"It is not lossless: {evaluation.lossless:.1%} of {counted(evaluation.prompts, 'prompt')} have the target's own answer."
     ]
     length, better, comparison = challenger.acceptance.mean_of_requests, True, None
     if before is None:

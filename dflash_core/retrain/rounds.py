@@ -73,6 +73,8 @@ class Rounds:
     def __init__(self, folder: Path):
         """``folder`` is made when it is needed."""
         self.folder = folder
+        self.rejected = ""
+        """How many of the rows that ``open`` or ``choose`` has found new cannot be used, and why the first cannot, in a sentence."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -137,10 +139,12 @@ class Rounds:
         number, fraction = watermark.round + 1, config.data.heldout_fraction
         with RejectLog(draft / "rejected.jsonl") as rejected:
             base = list(read_prompts(config.data.model_copy(update={"system_prompt": None}), rejected))
+            rejected.begin_part()
             rows, files = read_arrived(config.retrain.prompts, watermark.files)
             chosen = Filter(config.data.filters)
             arrived = [item for where, row in rows if (item := usable_conversation(row, where, chosen, rejected)) is not None]
             rejected.check(config.data.max_rejected_fraction)
+            self.rejected = rejected.of_part()
         pool = _Pool(with_responses=config.data.regenerate == "never")
         old = pool.add([*base, *(item for earlier in range(1, number) for item in read_conversations(self.place(earlier) / NEW))])
         new = pool.add(arrived)

@@ -59,7 +59,9 @@ def read_arrived(patterns: Sequence[str], seen: Sequence[SeenFile]) -> tuple[Row
         try:
             fresh, now, before = _read_appended(path, known) if path.name.lower().endswith(GROWING) else _read_whole(path, known)
         except OSError as error:
-            problem = Problem("retrain.prompts", written(path), f"cannot be read: {error}", "Make it readable, or leave it out; nothing was begun")
+            problem = Problem(
+                "retrain.prompts", written(path), f"cannot be read: {error.strerror or error}", "Make it readable, or leave it out; nothing was begun"
+            )
             raise DataError("retrain.prompts", [problem]) from error
         rows += fresh
         found[now.bytes, now.sha256] = now

@@ -92,7 +92,7 @@ def test_prompts_of_any_source_can_be_estimated(config: Path, source: str, conve
     (folder / "damaged.jsonl.gz").write_bytes(b"not gzip")
     (folder / "damaged.parquet").write_bytes(b"not parquet")
     plan = plan_of(config, f"data.sources=[{source.replace('FOLDER', str(folder))}]")
-    assert estimate(plan).stages["responses"].rows == f"about {conversations} conversations"
+    assert estimate(plan).stages["responses"].rows == f"about {conversations:,} conversations"
 
 
 def test_a_plan_says_what_other_programs_cost_and_what_does_not_fit(

@@ -104,7 +104,7 @@ def test_failures_and_interrupts_are_told_without_a_traceback(error: BaseExcepti
     with pytest.raises(typer.Exit) as caught:
         told(command)()
     expected = {
-        "OSError": (1, "OSError: [Errno 28] No space left on device: 'workspace'\n"),
+        "OSError": (1, "OSError: No space left on device: workspace\n"),
         "ShardError": (1, "ShardError: shard 3 is damaged\n"),
         "KeyboardInterrupt": (130, "Interrupted. The same command goes on from here.\n"),
     }
@@ -167,3 +167,13 @@ def test_the_console_keeps_the_last_acceptance_length_beside_the_metrics_of_late
         console.metrics("train", step, metrics)
     console.end("train", "done")
     assert stream.getvalue().splitlines()[-1] == "train: done  loss 2.375 (mean of 2 steps), acceptance length 1.50"
+
+
+@pytest.mark.parametrize("command", [["validate"], ["run"], ["plan"], ["retrain"], ["config", "annotate"]], ids=" ".join)
+def test_a_configuration_that_is_not_there_is_named_with_the_nearest_that_is(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "demo.yaml").touch()
+    status, _, errors = dflashctl(*command, str(tmp_path / "demmo.yaml"))
+    assert status == 2
+    assert errors == (
+        f"{tmp_path}/demmo.yaml: 1 problem\n  (file) = '{tmp_path}/demmo.yaml': there is no such file. Did you mean {tmp_path}/demo.yaml?\n"
+    )

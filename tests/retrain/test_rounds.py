@@ -286,3 +286,16 @@ def test_traffic_in_a_round_is_filtered_and_redacted_before_it_is_written(site: 
     written = site.prompts(current, "new.jsonl")
     assert sorted(written) == sorted(f"question {i} of somebody" for i in range(20))
     assert all("@" not in path.read_text() for path in site.rounds.place(1).iterdir() if path.name != "round.json")
+
+
+def test_of_traffic_that_cannot_be_used_it_is_said_how_much_and_why(site: Site) -> None:
+    site.write("old.jsonl", [f"older {number}" for number in range(400)])
+    site.arrive(3)
+    with (site.folder / "traffic" / "log.jsonl").open("a") as file:
+        file.write('{"text": "hello"}\n{"prompt": 7}\n')
+    assert site.open("1", min_new_prompts=50) is None
+    found = site.rounds.rejected
+    assert found.startswith("2 of 5 rows were rejected; of the first, ")
+    assert "log.jsonl:4" in found
+    site.rounds.open(site.config(prompts=[str(site.folder / "old.jsonl")]), None)
+    assert site.rounds.rejected == ""
