@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 20.0
 _REFUSED = (400, 413, 422)  # this request, not others
+_MOST_BYTES = 64 * 2**20  # of a reply: a server that never ends it must not fill the memory
 KEPT = "What was answered so far is kept: start again to go on."
 
 logger = logging.getLogger(__name__)
@@ -200,8 +201,11 @@ class EndpointClient:
         body = {"model": endpoint.model, **job.body} | ({"return_token_ids": True} if endpoint.return_token_ids else {})
         headers = {} if endpoint.key is None else {"Authorization": f"Bearer {endpoint.key}"}
         try:
-            async with asyncio.timeout(self._generation.request_timeout_s):
-                reply = await http.post(f"{endpoint.url}/chat/completions", json=body, headers=headers)
+            async with (
+                asyncio.timeout(self._generation.request_timeout_s),
+                http.stream("POST", f"{endpoint.url}/chat/completions", json=body, headers=headers) as reply,
+            ):
+                content = await _content(reply)
         except TimeoutError:
             raise _FaultError(f"gave no whole answer in {self._generation.request_timeout_s:g} s") from None
         except httpx.InvalidURL as error:
@@ -209,8 +213,8 @@ class EndpointClient:
         except httpx.HTTPError as error:
             raise _FaultError(f"{type(error).__name__}: {error}") from None
         if reply.status_code == 200:
-            return _answer(endpoint, job, reply.content)
-        said = f"HTTP {reply.status_code}: {_shown(endpoint, reply.text)}"
+            return _answer(endpoint, job, content)
+        said = f"HTTP {reply.status_code}: {_shown(endpoint, content)}"
         if is_temporary(reply.status_code):
             raise _FaultError(said, asked_for(reply.headers.get("Retry-After")))
         if reply.status_code in _REFUSED:
@@ -238,7 +242,7 @@ def response_of(answer: Answer, tokenizer: Any, stop: int) -> Response:
     """The response in tokens: the server's own if it told them, otherwise those of the text, and ``stop`` where the turn ended.
 
     Raises:
-        RefusedError: it has no token.
+        RefusedError: it has no token, or one that the tokenizer does not know.
     """
     tokens = answer.tokens
     if tokens is None:
@@ -247,6 +251,8 @@ def response_of(answer: Answer, tokenizer: Any, stop: int) -> Response:
         tokens = (*tokens, stop)
     if not tokens:
         raise RefusedError("was answered without a token")
+    if max(tokens) >= len(tokenizer):
+        raise RefusedError(f"was answered with the token {max(tokens)}, and the target's tokenizer has {len(tokenizer)}")
     return Response(tokens, answer.finish_reason)
 
 
@@ -261,6 +267,15 @@ def _endpoint(index: int, item: EndpointConfig, served_model: str) -> _Endpoint:
     return _Endpoint(item.url.rstrip("/"), item.model or served_model, item.return_token_ids, item.concurrency, key)
 
 
+async def _content(reply: httpx.Response) -> bytes:
+    content = bytearray()
+    async for part in reply.aiter_bytes():
+        content += part
+        if len(content) > _MOST_BYTES:
+            raise _FaultError(f"answers with more than {_MOST_BYTES} bytes")
+    return bytes(content)
+
+
 def _answer(endpoint: _Endpoint, job: _Job, content: bytes) -> Answer:
     try:
         reply = json.loads(content)
@@ -270,11 +285,11 @@ def _answer(endpoint: _Endpoint, job: _Job, content: bytes) -> Answer:
         tokens, counted, prompt_tokens = choice.get("token_ids"), usage.get("completion_tokens"), usage.get("prompt_tokens")
         if not isinstance(text, str) or not isinstance(reason, str):
             raise TypeError("content or finish_reason is not text")
-        tokens = None if tokens is None else tuple(map(int, tokens))
+        if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)):
+            raise TypeError("token_ids are not whole numbers")
         text.encode("utf-8")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        shown = _shown(endpoint, content[:300].decode("utf-8", "replace"))
-        raise _FaultError(f"answers something else than a chat completion ({type(error).__name__}): {shown}") from None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise _FaultError(f"answers something else than a chat completion ({type(error).__name__}): {_shown(endpoint, content)}") from None
     _check_prompt(endpoint, job.prompt, reply.get("prompt_token_ids"), prompt_tokens)
     if endpoint.return_token_ids and tokens is None:
         raise EndpointError(f"{endpoint.url} does not tell its tokens. Set return_token_ids to false for it, or use a server that does. {KEPT}")
@@ -283,7 +298,7 @@ def _answer(endpoint: _Endpoint, job: _Job, content: bytes) -> Answer:
         raise EndpointError(f"{endpoint.url} takes the thinking out of its answers, so the tokens cannot be made again. {remedy} {KEPT}")
     if reason not in get_args(FinishReason):
         raise RefusedError(f"{endpoint.url} ended it with finish_reason {reason!r}")
-    return Answer(text, cast(FinishReason, reason), tokens, counted if isinstance(counted, int) else None)
+    return Answer(text, cast(FinishReason, reason), None if tokens is None else tuple(tokens), counted if isinstance(counted, int) else None)
 
 
 def _check_prompt(endpoint: _Endpoint, prompt: Sequence[int], ids: object, counted: object) -> None:
@@ -301,7 +316,8 @@ def _check_prompt(endpoint: _Endpoint, prompt: Sequence[int], ids: object, count
     raise EndpointError(f"{endpoint.url} {found}, where the target's own chat template gives {len(prompt)}. {remedy} {KEPT}")
 
 
-def _shown(endpoint: _Endpoint, text: str) -> str:
+def _shown(endpoint: _Endpoint, content: bytes) -> str:
     """The beginning of what a server says, on one line and without its key."""
+    text = content.decode("utf-8", "replace")
     text = text.replace(endpoint.key, "***") if endpoint.key else text
     return " ".join(text[:2000].split())[:200]

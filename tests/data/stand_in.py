@@ -7,6 +7,7 @@ with StandIn(answer) as server:
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import json
 import threading
@@ -98,6 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b'{"choices": [{"mess')
             self.close_connection = True
+        elif kind == "flood":  # an answer without an end
+            self.send_response(200)
+            self.end_headers()
+            self.close_connection = True
+            with contextlib.suppress(ConnectionError):
+                while not server.released.is_set():
+                    self.wfile.write(b" " * 65536)
         elif kind == "garbage":
             self._reply(200, argument)
 

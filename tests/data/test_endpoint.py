@@ -60,6 +60,17 @@ def test_the_servers_own_tokens_are_taken_where_it_tells_them(tmp_path: Path) ->
     assert server.asked[0]["return_token_ids"] is True
 
 
+def test_a_token_that_the_targets_tokenizer_does_not_have_is_rejected_before_it_is_kept(tmp_path: Path) -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        return {"content": "ab", "token_ids": [70, len(TOKENIZER) if body["messages"][0]["content"] == "Q1" else 71]}
+
+    with StandIn(answer) as server:
+        rows = [{"prompt": f"Q{i}"} for i in range(3)]
+        counts = build(tmp_path / "out", rows, {"url": server.url, "return_token_ids": True}, max_rejected_fraction=0.5)
+    assert (counts["conversations"], counts["rejected"]) == (2, 1)
+    assert f"the token {len(TOKENIZER)}, and the target's tokenizer has {len(TOKENIZER)}" in (tmp_path / "out" / "rejected.jsonl").read_text()
+
+
 def test_what_a_server_refuses_is_rejected_with_its_reason_and_too_much_of_it_ends_the_run_at_once(tmp_path: Path, server: StandIn) -> None:
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         return {"content": "x", "finish_reason": "content_filter"} if body["messages"][0]["content"] == "Q1" else echo(body)

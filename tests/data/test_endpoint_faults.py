@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_core.data import attempts
+from dflash_core.data import attempts, endpoint
 from dflash_core.errors import EndpointError
 from tests.data.asking import build, echo, rows_of, said
 from tests.data.stand_in import StandIn
@@ -20,12 +20,15 @@ from tests.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
-GARBAGE = ["<html>", '{"choices": []}', '{"choices": [{"message": {"content": 5}}]}']
-FAULTS = ["500", "503 0", "429 0", "408", "hang", "close", *(f"garbage {text}" for text in GARBAGE)]
+TOKENS = '{"choices": [{"message": {"content": "x"}, "finish_reason": "stop", "token_ids": %s}]}'
+GARBAGE = ["<html>", '{"choices": []}', '{"choices": [{"message": {"content": 5}}]}', *(TOKENS % ids for ids in ("[1e999]", "[7, -1]", '"12"'))]
+NESTED = pytest.param("garbage " + "[" * 100_000, id="nested")
+FAULTS = ["500", "503 0", "429 0", "408", "hang", "close", "flood", NESTED, *(f"garbage {text}" for text in GARBAGE)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_that_fails_now_and_then_is_asked_again(tmp_path: Path, server: StandIn, fault: str) -> None:
+def test_a_server_that_fails_now_and_then_is_asked_again(tmp_path: Path, server: StandIn, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_MOST_BYTES", 200_000)
     with StandIn(echo) as sound:
         build(tmp_path / "sound", rows_of(6), sound)
     server.faults = [fault] * 2
