@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from dflash_core.config_section import COLDEST, Count, Fraction, LoosePath, PositiveInt, Section, Temperature
 
@@ -91,6 +91,16 @@ class Redaction(Section):
         except re.error as error:
             raise ValueError(f"is not a regular expression: {error}") from error
         return pattern
+
+    @field_validator("replacement")
+    @classmethod
+    def _fits(cls, replacement: str, info: ValidationInfo) -> str:
+        try:
+            if "pattern" in info.data:  # else that is wrong
+                re.sub(info.data["pattern"], replacement, "")
+        except (re.error, IndexError) as error:
+            raise ValueError(f"cannot be put in the place of what the pattern matches: {error}") from error
+        return replacement
 
 
 class FilterConfig(Section):

@@ -48,10 +48,31 @@ def _remedy_for_path(path: Path) -> str:
 
 def parse_as(model: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
     """Check a nested mapping as one kind of configuration. Raises ``ConfigError``: for each wrong setting field path, value and remedy."""
+    if broken := [(path, text) for path, text in _texts(tree) if not _is_unicode(text)]:
+        message, remedy = "holds half of a surrogate pair, or bytes that are not UTF-8", "Write the character whole; file names must be UTF-8 too"
+        raise ConfigError(source, [Problem(ascii(path)[1:-1], _without_secrets(path.split("."), text), message, remedy) for path, text in broken])
     try:
         return model.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(source, list(_problems(error, model))) from error
+
+
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a tree, names of settings too, with its field path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            below = f"{path}.{name}" if path else str(name)
+            yield below, str(name)
+            yield from _texts(item, below)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{path}.{index}")
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _yaml() -> YAML:
@@ -96,10 +117,12 @@ def _problems(error: ValidationError, model: type[Section]) -> Iterator[Problem]
             continue  # only short of the items that are refused themselves
         location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
         path = ".".join(str(part) for part in location)
-        value = None if item["type"] == "missing" else item["input"]
-        if location[-1:] in (["url"], ["api_key_env"]):
-            value = "(not shown: it may hold a secret)"
+        value = None if item["type"] == "missing" else _without_secrets(location, item["input"])
         yield Problem(path, value, _message(item), _remedy(model, location, item))
+
+
+def _without_secrets(location: Sequence[str | int], value: Any) -> Any:
+    return "(not shown: it may hold a secret)" if location[-1:] in (["url"], ["api_key_env"]) else value
 
 
 def _message(item: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from dflash_core.checks import advice, check_environment, check_schedule, check_target
-from dflash_core.config import PipelineConfig, annotated_yaml, load_config
+from dflash_core.config import PipelineConfig, annotated_yaml, load_config, parse_config
 from dflash_core.errors import ConfigError
 from dflash_core.retrain import load_any_config
 from dflash_core.target import TargetInfo
@@ -171,6 +171,14 @@ def test_all_problems_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 problems") as caught:
         load_config(path)
     assert [problem.path for problem in caught.value.problems] == ["target.dtype", "data.heldout_fraction", "drafter.mask_token_id"]
+
+
+def test_text_that_is_no_unicode_is_refused_wherever_it_stands() -> None:
+    data = {"sources": [{"source": "x.jsonl"}], "system_prompt": "\ud800", "template_arguments": {"\udcff": "\ud800"}}
+    with pytest.raises(ConfigError) as error:
+        parse_config({"target": {"model": "t"}, "drafter": {"mask_token_id": 3}, "data": data})
+    assert [problem.path for problem in error.value.problems] == ["data.system_prompt", *[r"data.template_arguments.\udcff"] * 2]
+    str(error.value).encode()
 
 
 def test_a_config_cannot_be_changed() -> None:

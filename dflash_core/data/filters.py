@@ -36,6 +36,8 @@ class Filter:
     def problem(self, conversation: Conversation) -> Problem | None:
         """Why a conversation is left out, judged by what its users say; None if it is not."""
         rules, name = self._config, conversation.id
+        if self._redactions and not all(message.content.strip() for message in conversation.messages if message.role != "assistant"):
+            return Problem(name, "", "nothing is left of a message in which data.filters.redact blank something out", _LEAVE)
         text = "\n".join(message.content for message in conversation.messages if message.role == "user")
         if len(text) < rules.min_characters:
             return Problem(name, text, f"has {len(text)} characters, fewer than data.filters.min_characters = {rules.min_characters}", _LEAVE)

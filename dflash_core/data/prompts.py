@@ -106,7 +106,7 @@ def _open(source: PromptSource) -> Rows:
         raise _error(name, name, "is not a kind of source that is known", f"Use {known}")
     path = Path(name)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "there is no such file"
+        found = "is a folder" if path.is_dir() else "is not a plain file" if path.exists() else "there is no such file"
         raise _error(name, name, found, f"Correct the path (the working folder is {Path.cwd()})")
     return read_file(path)
 
@@ -143,6 +143,8 @@ def _jsonl_rows(path: Path) -> Rows:
                     yield where, row
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise _error(f"{name}:{number + 1}", name, f"is not a whole gzip file: {error}", "Write the file again") from error
+    except OSError as error:
+        raise _error(f"{name}:{number + 1}", name, f"cannot be read: {error}", "Make it readable, or leave it out") from error
 
 
 def _skip_line(file: IO[bytes], line: bytes) -> None:

@@ -17,6 +17,7 @@ An answer is taken only if it is whole: it ended by itself, with its thinking, i
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -48,7 +49,9 @@ def request_row(row: Mapping[Any, Any], where: str) -> Mapping[Any, Any]:
     bare = all(row.get(column) is None for column in ("messages", "conversations", "prompt"))
     name = next((key for key in _BODIES if row.get(key) is not None), None) if bare else None
     answer = row.get("response")
-    if name is None and not (row.get("request_type") or isinstance(answer, Mapping)):
+    reply = _reply(answer)
+    is_logged = row.get("request_type") or isinstance(answer, Mapping) or ("choices" in reply and row.get("messages") is not None)
+    if name is None and not is_logged:
         return row
     body = _object(row[name], f"{where}: {name}") if name else row
     kind, url = str(row.get("request_type") or body.get("request_type") or ""), str(row.get("url") or _CHAT)
@@ -58,7 +61,6 @@ def request_row(row: Mapping[Any, Any], where: str) -> Mapping[Any, Any]:
     if body.get("tools") or body.get("functions"):
         raise LogError(Problem(f"{where}: tools", "…", "the request offers tools, which are not supported", "Leave such requests out"))
     messages = list(body["messages"]) if isinstance(body["messages"], list) else body["messages"]
-    reply = _object(answer, f"{where}: response") if answer is not None else {}
     said = _whole_answer(reply)
     if said is not None and isinstance(messages, list):
         messages = [*messages, {"role": "assistant", "content": said}]
@@ -133,6 +135,14 @@ def _whole_answer(reply: Mapping[Any, Any]) -> object | None:
         return None
     content: object | None = message.get("content")
     return content
+
+
+def _reply(answer: object) -> Mapping[Any, Any]:
+    """A response's body; empty where something else was logged: nothing, the words of an error, the events of a stream."""
+    if isinstance(answer, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            answer = json.loads(answer)
+    return answer if isinstance(answer, Mapping) else {}
 
 
 def _object(value: object, where: str) -> Mapping[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,8 +163,12 @@ def _bad_files(folder: Path) -> dict[str, tuple[str, str]]:
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), folder / "empty.parquet")
     (folder / "prompts.csv").write_text("prompt\nx\n")
     (folder / "folder.jsonl").mkdir()
+    os.mkfifo(folder / "pipe.jsonl")
+    (folder / "failing.jsonl").symlink_to("/proc/self/mem")  # a file whose first byte cannot be read
     return {
         "missing.jsonl": ("there is no such file", "Correct the path"),
+        "pipe.jsonl": ("is not a plain file", "Correct the path"),
+        "failing.jsonl": ("cannot be read" if Path("/proc/self/mem").exists() else "there is no such file", ""),
         "folder.jsonl": ("is a folder", "Correct the path"),
         "empty.jsonl": ("holds no rows", "at least one row"),
         "blank.jsonl": ("holds no rows", "at least one row"),

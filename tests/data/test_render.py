@@ -131,6 +131,8 @@ def test_errors_name_the_conversation_and_the_remedy() -> None:
         render_sample(make_tokenizer(tiny.CHATML), CHAT[:1], id="chat-7")
     with pytest.raises(DataError, match=r"no chat template.*instruction-tuned"):
         render_sample(make_tokenizer(None), CHAT)
+    with pytest.raises(DataError, match=r"chat-7 .*refuses the messages: .*by zero"):
+        render_sample(make_tokenizer(tiny.CHATML + "{{ 1 // 0 }}"), CHAT, id="chat-7")
     mute = tiny.CHATML.replace("m['content']", "('' if m['role'] == 'assistant' else m['content'])")
     with pytest.raises(DataError, match=r"chat-7 .*cannot be found again.*generation"):
         render_sample(make_tokenizer(mute), CHAT, id="chat-7")

@@ -33,6 +33,7 @@ LOGGED: dict[str, tuple[dict[str, Any], str, bool]] = {  # the row, its id, whet
     "a batch's output beside its request": (
         {"custom_id": "c2", "body": BODY, "response": {"status_code": 200, "request_id": "q", "body": ANSWER}, "error": None}, "c2", True,
     ),
+    "messages beside the response as text": ({"id": "l2", "messages": ASKED, "response": json.dumps(ANSWER)}, "l2", True),
     "messages beside the response": ({"id": "l1", "call_type": "acompletion", "messages": ASKED, "response": ANSWER}, "l1", True),
 }  # fmt: skip
 
@@ -63,11 +64,14 @@ def _answer(**changes: Any) -> dict[str, Any]:
     return {**ANSWER, "choices": [{**choice, **changes}]}
 
 
-UNUSABLE_ANSWERS = {
+UNUSABLE_ANSWERS: dict[str, Any] = {
     "cut off": _answer(finish_reason="length"),
     "thinking taken out": _answer(message={"role": "assistant", "content": "Hello.", "reasoning_content": "hm"}),
     "a tool call": _answer(message={"role": "assistant", "content": None, "tool_calls": [{"id": "t"}]}, finish_reason="tool_calls"),
     "an error": {"error": {"message": "overloaded", "code": 503}},
+    "words": "upstream timed out",
+    "a stream": 'data: {"choices": []}\n\ndata: [DONE]',
+    "no object": [],
 }
 
 
@@ -201,6 +205,21 @@ def test_of_a_chat_that_was_logged_turn_by_turn_only_the_whole_is_taken_where_th
         build_responses(config, tokenizer, Echo(tokenizer), tmp_path / str(drop), target_digest="t")
         lengths = [len(answered.conversation.messages) for answered in read_responses(tmp_path / str(drop))]
         assert lengths == [length + 1 for length in expected]
+
+
+def test_a_message_of_which_redaction_leaves_nothing_is_left_out(tmp_path: Path) -> None:
+    rows = _lines({"prompt": " 1234567 "}, {"prompt": "good"})
+    conversations, [left_out], log = _read(tmp_path, rows, filters={"redact": [{"pattern": r"\d+", "replacement": ""}]})
+    assert [conversation.messages[0].content for conversation in conversations] == ["good"]
+    assert "nothing is left" in left_out["reason"]
+    assert (log.count, log.filtered) == (0, 1)
+
+
+@pytest.mark.parametrize("replacement", [r"\2", r"\g<name>", r"\q", "\\"])
+def test_a_replacement_that_does_not_fit_its_pattern_is_refused_with_the_reason(replacement: str) -> None:
+    data = {"sources": [{"source": "x.jsonl"}], "filters": {"redact": [{"pattern": "(a)", "replacement": replacement}]}}
+    with pytest.raises(ConfigError, match=r"data.filters.redact.0.replacement.*cannot be put in the place"):
+        parse_config({"target": {"model": "t"}, "drafter": {"mask_token_id": 3}, "data": data})
 
 
 def test_a_pattern_that_is_none_is_refused_with_the_reason() -> None:
