@@ -27,35 +27,18 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from dflash_core.data.attempts import asked_for, is_temporary, pause_after
-from dflash_core.errors import EndpointError
+from dflash_core.errors import EndpointError, InputError, Problem
+from dflash_core.evaluation.counters import Counters, ServerAcceptance, acceptance_between, read_counters
 from dflash_core.evaluation.result import EvaluationResult
 from dflash_core.stages import Progress, no_progress
 
 TRIES = 4
 WARM_UP_TOKENS = 32
 SETTLE_SECONDS = 5.0  # counters may lag behind the answer by an interval of logging
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_POSITION = re.compile(r'position="(\d+)"')
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ServerAcceptance(_Frozen):
-    """What the server's counters say of the whole measurement.
-
-    rounds:            verified drafts
-    acceptance_length: mean over all rounds of accepted tokens and the target's own (our ``pooled``)
-    drafted, accepted: tokens; None where the server does not count them (SGLang)
-    per_position:      share of rounds in which slot k = 1.. was accepted; empty where it is not counted
-    """
-
-    rounds: int
-    acceptance_length: float
-    drafted: int | None
-    accepted: int | None
-    per_position: tuple[float, ...]
 
 
 class ServerFigures(_Frozen):
@@ -127,8 +110,12 @@ def measure_server(
         timeout_seconds: for one request; unanswered ones and those refused for the moment are sent up to four times
 
     Raises:
-        EndpointError: it cannot be reached, refuses a request, drafts though it should not or the other way round; names the URL and the remedy.
+        InputError: there is no prompt.
+        EndpointError: it cannot be reached, refuses a request, drafts though it should not or the other way round, answers nothing, or its counters
+            are no numbers; names the URL and the remedy.
     """
+    if not prompts:
+        raise InputError("server", [Problem("prompts", 0, "there is none to send", "Raise evaluation.num_prompts or name evaluation.sets")])
     server, stops = _Server(url, timeout_seconds), sorted(stop_ids)
     model = server.model()
     idle = server.counters(lambda _: True)
@@ -144,13 +131,15 @@ def measure_server(
     seconds = time.perf_counter() - started
     progress(len(prompts), len(prompts), "prompts")
     tokens = sum(answer.tokens for answer in answers)
+    if tokens == 0:
+        raise EndpointError(f"{server.url}: answered none of {len(prompts)} prompts with a single token. Look at the server's log.")
     after = server.counters(lambda counters: before is None or counters.tokens - before.tokens >= tokens)
-    notes = []
     if before is None or after is None:
-        notes.append("no counters at /metrics, so acceptance is unknown (SGLang wants --enable-metrics)")
-    elif after.tokens - before.tokens > tokens * 1.02 + 2:
-        others = after.tokens - before.tokens - tokens
-        notes.append(f"the server generated {others:.0f} tokens more than were asked for here: somebody else used it as well")
+        acceptance, notes = None, ["no counters at /metrics, so acceptance is unknown (SGLang wants --enable-metrics)"]
+    else:
+        acceptance, notes = acceptance_between(before, after, requests=len(prompts), tokens=tokens)
+    if longer := sum(answer.tokens > max_new_tokens for answer in answers):
+        notes.append(f"{longer} answers are of more than {max_new_tokens} tokens, by the server's count: its speed is doubtful")
     if retried := sum(answer.tries - 1 for answer in answers):
         notes.append(f"{retried} requests had to be sent again, which the times include")
     return ServerFigures(
@@ -164,7 +153,7 @@ def measure_server(
         tokens_per_second=tokens / seconds,
         latency_seconds=_percentiles([answer.seconds for answer in answers]),
         token_seconds=_percentiles([answer.seconds / max(answer.tokens, 1) for answer in answers]),
-        acceptance=_acceptance(before, after, len(prompts)) if drafts and before and after else None,
+        acceptance=acceptance if drafts else None,
         notes=tuple(notes),
         texts=tuple(answer.text for answer in answers),
     )
@@ -211,7 +200,7 @@ def compare_servers(drafted: ServerFigures, alone: ServerFigures | None, ours: E
     )
 
 
-def _check_drafting(url: str, counters: _Counters | None, drafts: bool) -> None:
+def _check_drafting(url: str, counters: Counters | None, drafts: bool) -> None:
     if counters is None:
         return
     if drafts and not counters.rounds:
@@ -223,50 +212,6 @@ def _check_drafting(url: str, counters: _Counters | None, drafts: bool) -> None:
 
 def _percentiles(values: list[float]) -> dict[str, float]:
     return {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
-
-
-@dataclass(frozen=True)
-class _Counters:
-    """Sums over all labels since the server was started. ``drafted`` and ``accepted`` are None for SGLang."""
-
-    engine: str
-    tokens: float
-    rounds: float
-    drafted: float | None
-    accepted: float | None
-    positions: tuple[float, ...]
-
-
-def read_counters(text: str) -> _Counters | None:
-    """The counters in what ``/metrics`` answers; None if it is neither vLLM's nor SGLang's."""
-    sums: dict[str, float] = {}
-    positions: dict[int, float] = {}
-    for name, labels, value in _SAMPLE.findall(text):
-        sums[name] = sums.get(name, 0.0) + float(value)
-        if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total" and (position := _POSITION.search(labels)):
-            positions[int(position[1])] = positions.get(int(position[1]), 0.0) + float(value)
-    if "vllm:generation_tokens_total" in sums:
-        rounds, drafted, accepted = (sums.get(f"vllm:spec_decode_num_{what}_total", 0.0) for what in ("drafts", "draft_tokens", "accepted_tokens"))
-        return _Counters("vllm", sums["vllm:generation_tokens_total"], rounds, drafted, accepted, tuple(positions[k] for k in sorted(positions)))
-    if any(name.startswith("sglang:") for name in sums):
-        rounds = sums.get("sglang:spec_verify_calls_total", 0.0)
-        return _Counters("sglang", sums.get("sglang:generation_tokens_total", 0.0), rounds, None, None, ())
-    return None
-
-
-def _acceptance(before: _Counters, after: _Counters, requests: int) -> ServerAcceptance | None:
-    rounds = after.rounds - before.rounds
-    if rounds <= 0:
-        return None
-    if after.accepted is None or before.accepted is None or after.drafted is None or before.drafted is None:
-        drafted = accepted = None
-        length = (after.tokens - before.tokens - requests) / rounds  # a request's first token comes of its prompt, all others of rounds
-    else:
-        drafted, accepted = int(after.drafted - before.drafted), int(after.accepted - before.accepted)
-        length = 1.0 + accepted / rounds
-    earlier = before.positions or (0.0,) * len(after.positions)
-    shares = tuple((late - early) / rounds for early, late in zip(earlier, after.positions, strict=True))
-    return ServerAcceptance(rounds=int(rounds), acceptance_length=length, drafted=drafted, accepted=accepted, per_position=shares)
 
 
 class _Server:
@@ -306,18 +251,25 @@ class _Server:
         seconds = time.perf_counter() - started
         try:
             fields: dict[str, Any] = json.loads(answer)
-            return _Answer(str(fields["choices"][0]["text"]), int(fields["usage"]["completion_tokens"]), seconds, tries)
-        except (ValueError, LookupError, TypeError) as error:
-            raise EndpointError(f"{self.url}/v1/completions: expected a completion with its usage, found {answer[:200]!r}") from error
+            text, tokens = fields["choices"][0]["text"], fields["usage"]["completion_tokens"]
+        except (ValueError, LookupError, TypeError):
+            text = tokens = None
+        if not isinstance(text, str) or type(tokens) is not int or tokens < 0:
+            raise EndpointError(f"{self.url}/v1/completions: expected a completion with its usage, found {answer[:200]!r}")
+        return _Answer(text, tokens, seconds, tries)
 
-    def counters(self, settled: Callable[[_Counters], bool]) -> _Counters | None:
+    def counters(self, settled: Callable[[Counters], bool]) -> Counters | None:
         """The counters once they are ``settled``, or as they are after a few seconds; None if there are none to read."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             try:
-                found = read_counters(self._ask("/metrics", None)[0])
+                exposition = self._ask("/metrics", None)[0]
             except EndpointError:
                 return None
+            try:
+                found = read_counters(exposition)
+            except EndpointError as error:
+                raise EndpointError(f"{self.url}{error}") from error
             if found is None or settled(found) or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)

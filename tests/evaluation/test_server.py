@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from typer.testing import CliRunner
 from dflash_core.config import load_config
 from dflash_core.decoding import Generation, autoregressive_generate, measure_acceptance, speculative_generate
 from dflash_core.drafter import DFlashDrafter, load_checkpoint
-from dflash_core.errors import EndpointError
+from dflash_core.errors import EndpointError, InputError
 from dflash_core.evaluation import server as module
-from dflash_core.evaluation.server import ServerFigures, compare_servers, measure_server, read_counters
+from dflash_core.evaluation.counters import Counters, acceptance_between, read_counters
+from dflash_core.evaluation.server import ServerFigures, compare_servers, measure_server
 from dflash_core.pipeline import drafter_folder, evaluation_of
 from dflash_core.plan import Plan
 from dflash_core.target import TargetModel
@@ -170,6 +172,59 @@ def test_what_makes_figures_doubtful_is_noted() -> None:
     assert "--enable-metrics" in figures.notes[0]
     with serving(StandIn("vllm", made_up, drafts=True, others=3)) as url:
         assert "tokens more than were asked for here" in measured(url).notes[0]
+
+
+def counted(rounds: int, drafted: int, accepted: int, positions: tuple[int, ...], *, tokens: int = 20, engine: str = "vllm") -> Counters:
+    return Counters(engine, float(tokens), float(rounds), float(drafted), float(accepted), tuple(map(float, positions)))
+
+
+BEFORE = counted(2, 6, 3, (2, 1, 0), tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("after", "doubt"),
+    [
+        (counted(8, 24, 9, (6, 3, 0)), None),
+        (counted(8, 24, 9, (6, 3)), None),
+        (counted(8, 24, 9, (6, 3, 0, 0)), None),
+        (counted(8, 24, 2, (6, 3, 0)), "went back during the measurement"),
+        (counted(8, 24, 9, (1, 3, 0)), "went back during the measurement"),
+        (counted(8, 24, 9, (6,)), "went back during the measurement"),
+        (counted(8, 24, 9, (6, 3, 0), engine="sglang"), "went back during the measurement"),
+        (counted(8, 24, 9, (6, 3, 0), tokens=12), "counted 7 of the 15 tokens that it answered, so acceptance is unknown: it was started anew"),
+        (counted(8, 9, 9, (6, 3, 0)), "6 of 3 drafts accepted in 6 rounds"),
+        (counted(8, 24, 9, (12, 3, 0)), "contradict each other"),
+    ],
+)
+def test_counters_of_a_server_that_began_anew_or_contradicts_itself_are_no_figures(after: Counters, doubt: str | None) -> None:
+    acceptance, doubts = acceptance_between(BEFORE, after, requests=3, tokens=15)
+    if doubt is None:
+        assert (acceptance is not None and acceptance.acceptance_length, doubts) == (2.0, [])
+    else:
+        assert (acceptance, len(doubts), doubt in doubts[0]) == (None, 1, True)
+
+
+@pytest.mark.parametrize(("usage", "text"), [(None, "x"), (-1, "x"), (5, None)])
+def test_an_answer_that_counts_nothing_or_says_nothing_is_refused(usage: int | None, text: str | None) -> None:
+    answer = {"choices": [{"text": text}], "usage": {"completion_tokens": usage}}
+    stand_in = StandIn("vllm", made_up, drafts=True)
+    stand_in.complete = lambda body: answer  # type: ignore[method-assign]
+    with serving(stand_in) as url, pytest.raises(EndpointError, match="/v1/completions: expected a completion with its usage"):
+        measured(url)
+
+
+def test_no_prompts_empty_answers_and_counters_that_are_no_numbers_are_errors_and_answers_beyond_the_limit_are_noted() -> None:
+    answers = [Generation(**{**vars(made_up([], 1, False)), "tokens": (1,) * count, "accepted": (0,)}) for count in (0, 20)]
+    with serving(StandIn("vllm", lambda *asked: answers[0] if not asked[2] else answers[1], drafts=True)) as url:
+        with pytest.raises(EndpointError, match=f"{url}: answered none of {len(PROMPTS)} prompts"):
+            measured(url)
+        with pytest.raises(InputError, match="prompts = 0: there is none to send"):
+            measure_server(url, [], max_new_tokens=1, stop_ids=(), drafts=True)
+    with serving(StandIn("vllm", lambda *asked: answers[1], drafts=True)) as url:
+        assert f"{len(PROMPTS)} answers are of more than 12 tokens" in measured(url).notes[0]
+    for value in ("NaN", "abc", "-1", "+Inf"):
+        with pytest.raises(EndpointError, match=re.escape(f"/metrics: vllm:generation_tokens_total = {value}, expected a count")):
+            read_counters(f"foo bar\nvllm:generation_tokens_total{{}} {value}")
 
 
 def test_counters_are_summed_over_engines_and_other_programs_have_none() -> None:
