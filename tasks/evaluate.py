@@ -16,7 +16,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.drafter import load_checkpoint, target_problems
 from dflash_core.drafter.checkpoint import read_drafter_config
 from dflash_core.errors import CheckpointError, InputError, Problem
-from dflash_core.evaluation import EvaluationResult, weights_digest
+from dflash_core.evaluation import EvaluationResult, digest_of_drafter
 from dflash_core.pipeline import StageResult, evaluation_of
 from dflash_core.plan import Plan
 from dflash_core.stages import Progress, Stopwatch
@@ -61,7 +61,7 @@ def evaluate_folder(plan: Plan, folder: Path, progress: Progress) -> Path:
     """
     require_drafter(plan, folder)
     drafter = load_checkpoint(folder)
-    destination = plan.run_folder / "evaluations" / weights_digest(drafter)[:12]
+    destination = plan.run_folder / "evaluations" / digest_of_drafter(drafter)[:12]
     pipeline.measure_drafter(plan, drafter, destination, progress=progress)
     return destination
 

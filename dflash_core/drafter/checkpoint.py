@@ -7,7 +7,7 @@ rename: whoever looks finds the old ones or the new ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ def load_checkpoint(
         device: where they go
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the tensors are not those of the configuration; names every one that is wrong.
+        CheckpointError: a file is missing or damaged, or the tensors are not those of the configuration, no floating-point
+            numbers, or not finite; names every one that is wrong.
     """
     folder = Path(folder)
     config = config or read_drafter_config(folder)
@@ -52,8 +53,11 @@ def load_checkpoint(
     problems = tensor_problems(config, {name: shape for name, (shape, _) in stored.items()})
     if problems:
         raise CheckpointError("\n  ".join([f"{folder / WEIGHTS}: not the tensors of this drafter:", *problems]))
+    tensors = load_file(folder / WEIGHTS)
+    if problems := list(value_problems(tensors)):
+        raise CheckpointError("\n  ".join([f"{folder / WEIGHTS}: not the weights of a drafter; save or export it again:", *problems]))
     drafter = DFlashDrafter(config)
-    drafter.load_state_dict(load_file(folder / WEIGHTS), assign=True)
+    drafter.load_state_dict(tensors, assign=True)
     return drafter.to(device=device, dtype=dtype)
 
 
@@ -117,3 +121,12 @@ def tensor_problems(config: DFlashConfig, found: Mapping[str, tuple[int, ...]]) 
         elif shape != expected[name]:
             problems.append(f"{name}: shape {list(shape)}, expected {list(expected[name])}")
     return problems
+
+
+def value_problems(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Tensors that no drafter computes with, one line each: of other types than float32, bfloat16 and float16, or with values that are not finite."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            yield f"{name}: dtype {tensor.dtype}, expected float32, bfloat16 or float16"
+        elif not torch.isfinite(tensor).all():
+            yield f"{name}: has {int((~torch.isfinite(tensor)).sum())} values that are not finite"

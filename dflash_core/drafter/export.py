@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def export_drafter(drafter: DFlashDrafter, info: TargetInfo, folder: str | Path,
 
 
 def verify_export(folder: str | Path, info: TargetInfo, drafter: DFlashDrafter | None = None) -> None:
-    """Check an exported folder against its target and, if given, against the drafter it was made of.
+    """Check an exported folder against its target and, if given, against the drafter it was made of, in its configuration and its weights.
 
     Raises:
         CheckpointError: lists everything that is wrong: files, fields of ``config.json``, layer ids in every convention, mask token, rope of
@@ -71,8 +72,8 @@ def verify_export(folder: str | Path, info: TargetInfo, drafter: DFlashDrafter |
     fields = read_serving_config(folder)
     config = from_serving(fields, str(folder / CONFIG))
     problems = [f"{name}: missing" for name in (REMOTE_CODE, CARD) if not (folder / name).is_file()]
-    problems += _field_problems(fields, config, info)
-    problems += target_problems(config, info)
+    problems += _field_problems(fields, config if drafter is None else replace(drafter.config, target_name=config.target_name), info)
+    problems += _size_problems(config, info)
     if config.target_name != info.served_as:
         field = "speculators_config.verifier.name_or_path" if fits_speculators(config) else "target_name_or_path"
         problems.append(f"{CONFIG}: {field} = {config.target_name!r}, the target is {info.served_as!r}")
@@ -114,6 +115,14 @@ def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def target_problems(config: DFlashConfig, info: TargetInfo) -> Iterator[str]:
     """Why a drafter cannot draft for a target, one line each. Names are not compared: one model has many."""
+    yield from _size_problems(config, info)
+    wanted = rope_frequencies(flat_rope_parameters(info), info.head_dim, info.max_position_embeddings)
+    found = rope_frequencies(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+    if config.head_dim == info.head_dim and not (torch.equal(wanted[0], found[0]) and wanted[1] == found[1]):
+        yield f"{CONFIG}: rope {config.rope_parameters} gives other frequencies than that of {info.name}, {info.rope_parameters}"
+
+
+def _size_problems(config: DFlashConfig, info: TargetInfo) -> Iterator[str]:
     pairs = (
         ("hidden_size", config.hidden_size, info.hidden_size),
         ("vocab_size", config.vocab_size, info.vocab_size),
@@ -132,8 +141,12 @@ def _rope_problems(fields: Mapping[str, Any], config: DFlashConfig, info: Target
     from transformers import Qwen3Config
 
     wanted, factor = rope_frequencies(flat_rope_parameters(info), info.head_dim, info.max_position_embeddings)
-    read = Qwen3Config(**{key: fields[key] for key in fields if key not in ("auto_map", "transformer_layer_config", "speculators_config")})
-    sides = {"the export": rope_frequencies(read.rope_parameters, read.head_dim, read.max_position_embeddings)}
+    try:
+        read = Qwen3Config(**{key: fields[key] for key in fields if key not in ("auto_map", "transformer_layer_config", "speculators_config")})
+        sides = {"the export": rope_frequencies(read.rope_parameters, read.head_dim, read.max_position_embeddings)}
+    except Exception as error:  # of many kinds: whatever a reader of such a folder would get
+        yield f"{CONFIG}: Transformers cannot read it: {type(error).__name__}: {' '.join(str(error).split())}"
+        return
     if drafter is not None:
         sides["the trained drafter"] = (drafter.inv_freq.cpu(), drafter.rope_factor)
     for name, (found, found_factor) in sides.items():
@@ -151,6 +164,8 @@ def _stored_problems(folder: Path, config: DFlashConfig, drafter: DFlashDrafter 
         for name, (shape, dtype) in stored.items():
             if dtype != "BF16":
                 yield f"{WEIGHTS}: {name}: dtype {dtype}, expected BF16"
+            if dtype not in ("BF16", "F16", "F32"):
+                continue
             tensor = file.get_tensor(name)
             if not torch.isfinite(tensor).all():
                 yield f"{WEIGHTS}: {name}: has {int((~torch.isfinite(tensor)).sum())} values that are not finite"

@@ -19,10 +19,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dflash_core.drafter.checkpoint import CONFIG, load_checkpoint, read_serving_config, tensor_problems, write_drafter
+from dflash_core.drafter.checkpoint import CONFIG, load_checkpoint, read_serving_config, tensor_problems, value_problems, write_drafter
 from dflash_core.drafter.config import DFlashConfig
 from dflash_core.drafter.export import target_problems
-from dflash_core.drafter.rope import flat_rope_parameters, rope_frequencies
+from dflash_core.drafter.rope import flat_rope_parameters
 from dflash_core.drafter.serving import CAUSAL_KEYS, from_serving, to_serving
 from dflash_core.errors import CheckpointError, TargetError
 from dflash_core.target.weights import stored_tensors
@@ -37,6 +37,12 @@ TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight
 """What speculators stores of the target, or of a choice among its tokens: all of it frozen, none of it the drafter's."""
 OTHER_DRAFTERS = ("projector_type", "conv_kernel_size", "selector_rank", "markov_rank", "attention_sink_bias", "attention_value_scale")
 """Settings, in ``dflash_config`` or beside it, of drafters that are more than the common body."""
+
+SHAPE = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps",
+    "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling", "layer_types", "sliding_window",
+)  # fmt: skip
+"""Settings that have the same name in both layouts."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,11 @@ def import_drafter(source: str | Path, out: str | Path, info: TargetInfo | None 
         raise CheckpointError(f"{message}. Write a folder of it first: specforge export --to hf.")
     fields = read_serving_config(source)
     speculators = "speculators_model_type" in fields and "transformer_layer_config" in fields
-    native = _from_speculators(fields, source, info) if speculators else _from_zlab(fields)
-    if not native.get("head_dim") and native.get("num_attention_heads"):
-        native["head_dim"] = native.get("hidden_size", 0) // native["num_attention_heads"]
-    problems = list(_unsupported(fields, native))
+    native = _from_speculators(fields, source, info) if speculators else _from_zlab(fields, source)
+    heads, hidden = native.get("num_attention_heads"), native.get("hidden_size")
+    if not native.get("head_dim") and type(heads) is type(hidden) is int and heads > 0:
+        native["head_dim"] = hidden // heads
+    problems = [*_unsupported(fields, native), *(_contradictions(fields, native) if speculators else ())]
     if problems:
         raise _error(source, problems)
     config = from_serving(native, str(source / CONFIG))
@@ -116,23 +123,31 @@ def _error(source: Path, problems: list[str]) -> CheckpointError:
     return CheckpointError("\n  ".join([f"{source}: {counted(len(problems), 'problem')}; cannot be trained further here:", *problems]))
 
 
-def _from_zlab(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _from_zlab(fields: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Newer checkpoints keep the block size and the target's depth among the drafter's own settings."""
-    own = fields.get("dflash_config") or {}
+    own = _section(fields, "dflash_config", source)
     return {**{key: own[key] for key in ("block_size", "num_target_layers") if key in own}, **fields}
+
+
+def _section(fields: Mapping[str, Any], key: str, source: Path) -> dict[str, Any]:
+    """An object among the fields; an empty one if there is none."""
+    found = fields.get(key) or {}
+    if not isinstance(found, dict):
+        raise _error(source, [f"{CONFIG}: {key} = {found!r}, expected an object with its settings. Save the drafter again."])
+    return found
 
 
 def _from_speculators(fields: Mapping[str, Any], source: Path, info: TargetInfo | None) -> dict[str, Any]:
     """z-lab's keys from those of speculators, which counts layers from 1 and keeps the shape in ``transformer_layer_config``."""
     taps = fields.get("aux_hidden_state_layer_ids")
-    if not isinstance(taps, list):
+    if not isinstance(taps, list) or not all(type(layer) is int for layer in taps):
         raise _error(source, [f"{CONFIG}: aux_hidden_state_layer_ids = {taps!r}, expected a list of layers. Save it with its layers named."])
     depth = fields.get("num_target_layers") or (info.num_layers if info is not None else None)
     if depth is None:
         raise _error(source, [f"{CONFIG}: does not say how many layers the target has. Name the target: --target MODEL."])
     own = ("block_size", "speculators_model_type", "speculators_config", "sample_from_anchor", "dtype")
     return {
-        **fields["transformer_layer_config"],
+        **_section(fields, "transformer_layer_config", source),
         **{key: fields[key] for key in own if key in fields},
         "num_target_layers": depth,
         "dflash_config": {"target_layer_ids": [layer - 1 for layer in taps], "mask_token_id": fields.get("mask_token_id")},
@@ -142,7 +157,8 @@ def _from_speculators(fields: Mapping[str, Any], source: Path, info: TargetInfo 
 def _unsupported(fields: Mapping[str, Any], native: Mapping[str, Any]) -> Iterator[str]:
     """What makes the drafter another function than the one that is trained here."""
     own = native.get("dflash_config") or {}
-    sliding = [i for i, kind in enumerate(native.get("layer_types") or []) if kind != "full_attention"]
+    kinds = native.get("layer_types")
+    sliding = [i for i, kind in enumerate(kinds) if kind != "full_attention"] if isinstance(kinds, list) else []
     causal = {key: (own if "." in key else fields).get(key.rpartition(".")[2]) for key in CAUSAL_KEYS}
     both_ways = [key for key, said in causal.items() if said is False]
     if fields.get("sliding_window_non_causal"):
@@ -162,6 +178,20 @@ def _unsupported(fields: Mapping[str, Any], native: Mapping[str, Any]) -> Iterat
             yield f"{CONFIG}: {key} = {value!r}: this drafter is more than DFlash's layers. Choose a plain DFlash drafter."
 
 
+def _contradictions(fields: Mapping[str, Any], native: Mapping[str, Any]) -> Iterator[str]:
+    """Where a file that has the keys of both layouts says one thing by these and another by those."""
+    own, theirs = _flat(fields), _flat(native)
+    for path in (*SHAPE, "dflash_config.target_layer_ids", "dflash_config.mask_token_id"):
+        if path in own and path in theirs and own[path] != theirs[path]:
+            yield f"{CONFIG}: {path} = {own[path]!r}, but speculators reads {theirs[path]!r}: correct the one that is wrong."
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With the settings of ``dflash_config`` among them."""
+    inside = fields.get("dflash_config")
+    return {**fields, **({f"dflash_config.{key}": value for key, value in inside.items()} if isinstance(inside, dict) else {})}
+
+
 def _target_problems(config: DFlashConfig, info: TargetInfo) -> Iterator[str]:
     yield from target_problems(config, info)
     for path, value, wanted in (
@@ -171,10 +201,6 @@ def _target_problems(config: DFlashConfig, info: TargetInfo) -> Iterator[str]:
     ):
         if value != wanted:
             yield f"{CONFIG}: {path} = {value!r}, but {info.name} has {wanted!r}, and a drafter here has its target's"
-    wanted_rope = rope_frequencies(flat_rope_parameters(info), info.head_dim, info.max_position_embeddings)
-    found_rope = rope_frequencies(config.rope_parameters, config.head_dim, config.max_position_embeddings)
-    if config.head_dim == info.head_dim and not (torch.equal(wanted_rope[0], found_rope[0]) and wanted_rope[1] == found_rope[1]):
-        yield f"{CONFIG}: rope {config.rope_parameters} gives other frequencies than that of {info.name}, {info.rope_parameters}"
 
 
 def _range_problems(config: DFlashConfig) -> Iterator[str]:
@@ -205,11 +231,7 @@ def _read_tensors(source: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
 
 
 def _value_problems(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            yield f"{name}: dtype {tensor.dtype}, expected float32, bfloat16 or float16"
-        elif not torch.isfinite(tensor).all():
-            yield f"{name}: has {int((~torch.isfinite(tensor)).sum())} values that are not finite"
+    yield from value_problems(tensors)
     dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
     if len(dtypes) > 1:
         yield f"the tensors are of several dtypes, {', '.join(dtypes)}. Save them in one."

@@ -2,7 +2,7 @@
 
 from dflash_core.evaluation.compare import Comparison, Pair, Paired, compare, compare_with_untrained, paired
 from dflash_core.evaluation.during import HeldoutJudge
-from dflash_core.evaluation.evaluate import evaluate_drafter, measure_served, weights_digest
+from dflash_core.evaluation.evaluate import digest_of_drafter, evaluate_drafter, measure_served
 from dflash_core.evaluation.lossless import Divergence, find_divergence
 from dflash_core.evaluation.prompts import EvaluationPrompt, heldout_prompts, set_prompts
 from dflash_core.evaluation.records import PromptRecord, read_records
@@ -25,6 +25,7 @@ __all__ = [
     "compare",
     "compare_with_untrained",
     "comparison_table",
+    "digest_of_drafter",
     "evaluate_drafter",
     "find_divergence",
     "heldout_prompts",
@@ -35,5 +36,4 @@ __all__ = [
     "set_prompts",
     "sets_table",
     "ways_table",
-    "weights_digest",
 ]

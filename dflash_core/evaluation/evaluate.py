@@ -138,7 +138,7 @@ class _Bench:
             message = f"{target.info.name} on {target.device} cannot be decoded with CUDA graphs"
             raise InputError("evaluation", [Problem("evaluation.cuda_graphs", True, message, "Set it to auto, or evaluation.device to cuda")])
         self._decoders: dict[str | None, Decoder] = {}
-        digests = {name: weights_digest(model) for name, model in self._models.items()}
+        digests = {name: digest_of_drafter(model) for name, model in self._models.items()}
         self.drafter_digest, self.prompts_digest = digests["trained"], digest_of([asdict(prompt) for prompt in prompts])
         measured = [target.info.digest, self.drafter_digest, digests.get("untrained"), self.room.block_size, self.room.max_new_tokens]
         self._measured = [*measured, str(target.dtype), str(target.device), self._verifier.graphs]
@@ -216,9 +216,13 @@ def _covers(record: PromptRecord | None, *, wants_untrained: bool) -> bool:
     return record is not None and (record.untrained is not None or not wants_untrained)
 
 
-def weights_digest(drafter: DFlashDrafter) -> str:
-    """sha256 (hex) over the names, types and bytes of a drafter's weights."""
-    digest = hashlib.sha256()
+def digest_of_drafter(drafter: DFlashDrafter) -> str:
+    """sha256 (hex) over what a drafter computes: the names, types and bytes of its weights, and its configuration but for the target's name.
+
+    The same weights at other taps, with another rope or mask token are another drafter, and were not measured with the first.
+    """
+    settings = {name: value for name, value in asdict(drafter.config).items() if name != "target_name"}
+    digest = hashlib.sha256(digest_of(settings).encode())
     for name, tensor in sorted(drafter.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

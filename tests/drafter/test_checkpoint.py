@@ -81,6 +81,21 @@ def test_every_wrong_tensor_is_named(tmp_path: Path) -> None:
     assert "fc.weight: shape [24, 24], expected [24, 48]" in message
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.full((24,), float("nan")), "norm.weight: has 24 values that are not finite"),
+        (torch.ones(24, dtype=torch.int8), "norm.weight: dtype torch.int8"),
+        (torch.ones(24).to(torch.float8_e4m3fn), "norm.weight: dtype torch.float8_e4m3fn"),
+    ],
+)
+def test_weights_that_nothing_can_be_computed_with_are_named(tmp_path: Path, value: torch.Tensor, message: str) -> None:
+    save_checkpoint(small_drafter(), tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors") | {"norm.weight": value}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_checkpoint(tmp_path)
+
+
 def test_a_truncated_file_and_a_missing_field_are_errors_that_name_them(tmp_path: Path) -> None:
     save_checkpoint(small_drafter(), tmp_path)
     weights = tmp_path / "model.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from dflash_core.config import DrafterConfig
-from dflash_core.drafter import DFlashConfig, DFlashDrafter, default_tap_layers, export_drafter, load_checkpoint, verify_export
+from dflash_core.drafter import DFlashConfig, DFlashDrafter, default_tap_layers, export_drafter, load_checkpoint, target_problems, verify_export
 from dflash_core.errors import CheckpointError
 from dflash_core.target.info import TargetInfo
 from tests.drafter.small import WINDOWED, small_drafter, target_info
@@ -207,6 +208,8 @@ CONFIG_DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c.update(sliding_window_non_causal=False), "sliding_window_non_causal = False, expected True"),
     (lambda c: c.update(head_dim=16), "head_dim = 16, but paper-target has 8"),
     (lambda c: c.update(sample_from_anchor=True), "sample_from_anchor = True"),
+    (lambda c: c.update(dtype="x"), "Transformers cannot read it: AttributeError"),
+    (lambda c: c["rope_parameters"].update(rope_type=""), "Transformers cannot read it: KeyError"),
 ]
 
 
@@ -225,6 +228,7 @@ TENSOR_DAMAGE: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
     (lambda t: t.update({"model.fc.weight": t.pop("fc.weight")}), "model.fc.weight: must be named fc.weight, without a prefix"),
     (lambda t: t.update({"norm.weight": torch.ones(25, dtype=torch.bfloat16)}), "norm.weight: shape [25], expected [24]"),
     (lambda t: t.update({"norm.weight": torch.ones(24)}), "norm.weight: dtype F32, expected BF16"),
+    (lambda t: t.update({"norm.weight": torch.ones(24).to(torch.float8_e4m3fn)}), "norm.weight: dtype F8_E4M3, expected BF16"),
     (set_nan, "layers.1.mlp.up_proj.weight: has 1 values that are not finite"),
     (lambda t: t["fc.weight"].mul_(1.5), "fc.weight: differs from the trained weights"),
 ]
@@ -238,6 +242,27 @@ def test_verification_names_every_wrong_tensor(exported: Path, damage: Callable[
     assert message in str(caught.value)
 
 
+def shift_taps(fields: dict[str, Any]) -> None:
+    fields["dflash_config"]["target_layer_ids"], fields["aux_hidden_state_layer_ids"] = [0, 4], [1, 5]
+
+
+def change_mask(fields: dict[str, Any]) -> None:
+    fields["dflash_config"]["mask_token_id"] = fields["mask_token_id"] = 17
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(shift_taps, "dflash_config.target_layer_ids = [0, 4], expected [1, 5]"), (change_mask, "dflash_config.mask_token_id = 17, expected 16")],
+)
+def test_a_configuration_that_is_right_for_another_drafter_is_held_against_the_trained_one(
+    exported: Path, damage: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    change_config(exported, damage)
+    verify_export(exported, INFO)  # by itself it is a drafter as it should be
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        verify_export(exported, INFO, small_drafter())
+
+
 @pytest.mark.parametrize("name", ["dflash.py", "README.md", "config.json", "model.safetensors"])
 def test_verification_misses_no_file(exported: Path, name: str) -> None:
     (exported / name).unlink()
@@ -249,6 +274,7 @@ def test_another_targets_rope_is_found_by_its_frequencies(exported: Path) -> Non
     other: TargetInfo = target_info(rope_theta=1e6, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     with pytest.raises(CheckpointError, match="inv_freq of the export differs"):
         verify_export(exported, other)
+    assert "gives other frequencies than that of paper-target" in "".join(target_problems(small_drafter().config, other))
 
 
 def test_taps_of_the_default_are_accepted_for_every_depth() -> None:

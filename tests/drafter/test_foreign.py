@@ -182,6 +182,29 @@ def test_what_speculators_can_be_and_we_cannot_is_named(tmp_path: Path, change: 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("write", "key", "value"),
+    [
+        (zlab, "dflash_config", "x"), (zlab, "layer_types", 3), (zlab, "num_attention_heads", "x"), (zlab, "rope_parameters", [1]),
+        (speculators, "transformer_layer_config", [1]), (speculators, "aux_hidden_state_layer_ids", ["a"]), (speculators, "speculators_config", 1),
+    ],
+)  # fmt: skip
+def test_settings_of_the_wrong_kind_are_named(tmp_path: Path, write: Callable[[], dict[str, Any]], key: str, value: object) -> None:
+    source = checkpoint(tmp_path / "theirs", write() | {key: value})
+    with pytest.raises(CheckpointError, match=f"{key}.* = .*{value if isinstance(value, int | str) else value[0]}"):  # type: ignore[index]
+        import_drafter(source, tmp_path / "ours", INFO)
+
+
+def test_layouts_that_contradict_each_other_in_one_file_are_refused(tmp_path: Path) -> None:
+    both = {**zlab(), **speculators()}
+    assert import_drafter(checkpoint(tmp_path / "both", both), tmp_path / "ours", INFO).config == CONFIG
+    shifted = both | {"dflash_config": {**both["dflash_config"], "target_layer_ids": [0, 4]}, "rms_norm_eps": 0.5}
+    with pytest.raises(CheckpointError) as caught:
+        import_drafter(checkpoint(tmp_path / "shifted", shifted), tmp_path / "other", INFO)
+    assert "dflash_config.target_layer_ids = [0, 4], but speculators reads [1, 5]" in str(caught.value)
+    assert "rms_norm_eps = 0.5, but speculators reads" in str(caught.value)
+
+
 def test_pickles_are_never_loaded_and_the_way_around_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "training_state.pt").write_bytes(b"pickle")

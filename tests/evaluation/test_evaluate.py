@@ -16,10 +16,11 @@ from dflash_core.config import PipelineConfig
 from dflash_core.decoding import autoregressive_generate
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import DataError, InputError
-from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, evaluate_drafter, ways_table
+from dflash_core.evaluation import EvaluationPrompt, EvaluationResult, digest_of_drafter, evaluate_drafter, ways_table
 from dflash_core.target import TargetModel
 from tests.decoding.oracle import OracleDrafter
 from tests.evaluation.conftest import TOKENS, prompts_of
+from tests.evaluation.planted import served_as
 
 Evaluate = Callable[..., EvaluationResult]
 
@@ -66,7 +67,7 @@ def test_an_oracle_reaches_the_block_size_and_its_figures_add_up(evaluate: Evalu
     own = autoregressive_generate(target, prompt, max_new_tokens=60, stop_ids=()).tokens
     oracle = OracleDrafter(target._model, [*prompt, *own], (0, 2), 4)
     monkeypatch.setattr(evaluate_module, "_decoding_copy", lambda drafter, target: drafter)
-    monkeypatch.setattr(evaluate_module, "weights_digest", lambda drafter: "oracle")
+    monkeypatch.setattr(evaluate_module, "digest_of_drafter", lambda drafter: "oracle")
     result = evaluate(drafter=oracle, prompts=prompts_of([prompt]))
     trained = result.trained
     assert result.lossless == 1.0
@@ -124,6 +125,14 @@ def test_another_drafter_or_longer_answers_are_measured_afresh(
     assert first.drafter_digest != second.drafter_digest
     evaluate(config=with_evaluation(config, max_new_tokens=13))
     assert lines(tmp_path) == 12
+
+
+def test_the_same_weights_in_another_configuration_are_another_drafter(evaluate: Evaluate, drafter: DFlashDrafter, tmp_path: Path) -> None:
+    """Else a drafter with wrong taps would be given the figures of the right one."""
+    first, second = evaluate(), evaluate(drafter=served_as(drafter, tap_layers=(0, 1)))
+    assert (lines(tmp_path), first.drafter_digest != second.drafter_digest) == (8, True)
+    rope, mask = ({"rope_parameters": {"rope_type": "default", "rope_theta": 2.0}}, {"mask_token_id": 5})
+    assert len({digest_of_drafter(served_as(drafter, **changes)) for changes in (rope, mask, {}, {"target_name": "another spelling"})}) == 3
 
 
 def test_a_verification_that_accepts_too_much_is_caught(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
