@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_core.errors import ConfigError, Problem
+from dflash_core.disk import clear_disk_errors
+from dflash_core.errors import ConfigError, DFlashError, Problem
 from dflash_core.plan import CODE_VERSIONS, Plan
 from dflash_core.runners import RUNNERS, features_of, in_store, judge_of, make_missing_shards, run_train, vocabulary_of
 from dflash_core.runners import drafter_folder as drafter_folder
@@ -88,7 +89,7 @@ def run_stage(
     assert key is not None
     if share and name == "shards" and is_busy(folder):
         return _help_with_shards(plan, folder, progress, watch)
-    with stage_lock(folder):
+    with clear_disk_errors(folder, 0, "What is finished is kept: free some space and start again.", DFlashError), stage_lock(folder):
         found = plan.stage(name)  # another process may have finished it while this one waited for nothing but the lock
         if found.manifest is not None:
             return StageResult(name, folder, found.manifest, True, watch.seconds)

@@ -148,10 +148,15 @@ class _SampleWriter:
         self._pending: list[Sample] = []
 
     def __enter__(self) -> _SampleWriter:
-        self._stack = contextlib.ExitStack()
-        temporary = self._stack.enter_context(atomic_write(self._path))
-        self._file = self._stack.enter_context(pq.ParquetWriter(temporary, SCHEMA, compression="zstd"))
+        with contextlib.ExitStack() as stack:
+            temporary = stack.enter_context(atomic_write(self._path))
+            self._file = stack.enter_context(pq.ParquetWriter(temporary, SCHEMA, compression="zstd"))
+            stack.push(self._finish)
+            self._stack = stack.pop_all()
         return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
 
     def add(self, sample: Sample) -> None:
         tokens, mask = np.asarray(sample.tokens, dtype=np.int32), np.asarray(sample.loss_mask, dtype=np.bool_)
@@ -169,12 +174,11 @@ class _SampleWriter:
             self._file.write_table(pa.table(columns, schema=SCHEMA))
         self._pending = []
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+    def _finish(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self._flush()
             self.digest = self._hash.hexdigest()
             self._file.add_key_value_metadata({_DIGEST: self.digest})
-        return self._stack.__exit__(kind, error, trace)
 
 
 def _update(digest: hashlib._Hash, id: str, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], prompt_length: int) -> None:

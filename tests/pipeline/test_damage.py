@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dflash_core.errors import ShardError
+from dflash_core.errors import DFlashError, ShardError
 from dflash_core.pipeline import run_stage
 from dflash_core.stages import Manifest
 from tests.pipeline.stages import missing, plan_of
@@ -80,6 +81,23 @@ def test_a_damaged_file_of_a_finished_stage_is_noticed_named_and_made_anew_as_it
     assert [key for key, result in results.items() if not result.cached] == [name]
     assert comparable() == before
     assert missing(plan_of(config, change)) == []
+
+
+@pytest.mark.parametrize("name", ["responses", "samples", "export"])
+def test_a_disk_that_fills_up_is_told_with_its_folder_and_later_the_stage_is_done_as_it_was(config: Path, copy: Path, name: str) -> None:
+    (folder,) = (copy / "stages").glob(f"{name}-*")
+    before = {path.name: path.read_bytes() for path in folder.glob("*.[jp]*") if path.name != "manifest.json"}
+    shutil.rmtree(folder)
+    plan, (soft, hard) = plan_of(config, f"run.workspace={copy}"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # what is larger does not fit
+    try:
+        with pytest.raises(DFlashError, match=rf"The disk of .*/{folder.name} is full .* bytes are free\. .*start again") as error:
+            run_stage(plan, name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(folder.rglob("*.tmp")), error.value
+    assert run_stage(plan, name).cached is False
+    assert {path.name: path.read_bytes() for path in folder.glob("*.[jp]*") if path.name != "manifest.json"} == before
 
 
 def test_of_damaged_shards_only_the_lost_one_is_made_again(config: Path, copy: Path) -> None:
