@@ -277,8 +277,13 @@ def index_part(folder: Path, shard: int) -> Path:
 
 
 def read_index(path: Path, card: ShardCard) -> pa.Table:
-    """Read index rows into memory. Raises ``ShardError`` if the file is damaged; ``FileNotFoundError`` if it is not there."""
-    content = path.read_bytes()
+    """Read index rows into memory. Raises ``ShardError`` if the file is damaged or cannot be read; ``FileNotFoundError`` if it is not there."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read: {error}. Make it readable, or delete it and run the extraction again.") from error
     try:
         table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
         table.validate(full=True)

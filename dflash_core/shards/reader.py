@@ -240,6 +240,8 @@ def map_shard(path: Path, layout: Layout) -> torch.Tensor:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise ShardError(f"{path} is missing. Run the extraction again: only this shard is made anew.") from error
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read: {error}. Make it readable. Otherwise: {AGAIN}") from error
     if view[: len(layout.header)] != layout.header:
         raise ShardError(f"{path}: the header is damaged. {AGAIN}")
     with warnings.catch_warnings():

@@ -93,6 +93,17 @@ def test_a_missing_shard_is_named(dataset_folder: Path) -> None:
     assert len(verify_shards(dataset_folder)) == 1
 
 
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.arrow", "index/shard-00001.arrow"])
+def test_a_file_that_the_system_does_not_let_read_is_named(dataset_folder: Path, name: str) -> None:
+    (dataset_folder / name).unlink()
+    (dataset_folder / name).mkdir()
+    [problem] = verify_shards(dataset_folder)
+    assert f"{name} cannot be read: " in problem
+    if "/" not in name:  # the reader needs no indices of single shards
+        with pytest.raises(ShardError, match=f"{name} cannot be read"):
+            read_all(dataset_folder)
+
+
 def test_damage_in_several_shards_is_reported_for_each(dataset_folder: Path) -> None:
     flip_bit(dataset_folder / "shard-00000.safetensors", -1)
     (dataset_folder / "shard-00001.safetensors").unlink()
