@@ -11,6 +11,8 @@ from dflash_core.errors import DFlashError
 from dflash_core.evaluation import EvaluationResult, Paired, compare_with_untrained
 from dflash_core.words import counted
 
+FEW = 6  # conversations, below which no paired test ever tells a difference from chance
+
 
 class Decision(BaseModel):
     """Promote or not, and why, in sentences.
@@ -35,11 +37,11 @@ def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None)
     """Judge the drafter of a retraining by its evaluation, in which ``untrained`` is the champion that it began from.
 
     It is promoted if it is lossless, better by the margin, and better by more than chance: zero is outside the 95 % interval of the
-    difference, and the paired test agrees.
+    difference, and the paired test agrees. Where there is no champion, ``untrained`` is the drafter before its training.
 
     Args:
         margin: how much longer the acceptance length must be, as a share of the champion's.
-        champion: its version; None: there is none, and being lossless is enough.
+        champion: its version; None: there is none, and the drafter has to be better than it was before its training.
 
     Raises:
         DFlashError: the champion was not measured on the same prompts.
@@ -54,9 +56,10 @@ def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None)
         if lossless
         else f"It is not lossless: {evaluation.lossless:.1%} of {counted(evaluation.prompts, 'prompt')} have the target's own answer."
     ]
-    length, better, comparison = challenger.acceptance.mean_of_requests, True, None
+    length, comparison = challenger.acceptance.mean_of_requests, None
     if before is None:
-        reasons.append(f"There is no champion yet. Its acceptance length is {length:.3f}.")
+        better, reason = _has_learnt(evaluation)
+        reasons.append(f"There is no champion yet. Its acceptance length is {length:.3f}{reason}")
     else:
         champion_length = before.acceptance.mean_of_requests
         better = length >= champion_length * (1.0 + margin) and length > champion_length
@@ -78,6 +81,19 @@ def decide(evaluation: EvaluationResult, *, margin: float, champion: str | None)
         prompts=evaluation.prompts,
         comparison=comparison,
     )
+
+
+def _has_learnt(evaluation: EvaluationResult) -> tuple[bool, str]:
+    """Whether training has made a first drafter better, beyond chance where there are prompts enough to tell: what learnt nothing serves nobody."""
+    found = compare_with_untrained(evaluation, "before training", "challenger")
+    if found is None:
+        accepts = evaluation.trained.acceptance.mean_of_requests > 1.0
+        return accepts, "." if accepts else ": no draft was ever accepted, so that it would only cost time."
+    gain, before = found.overall, f", and was {found.overall.first:.3f} before its training"
+    if gain.difference > 0.0 and (gain.significant or gain.conversations < FEW):
+        return True, f"{before}."
+    compared = f"by {gain.difference:+.3f} on {gain.prompts} prompts, paired test p = {gain.p_value:.2g}"
+    return False, f"{before}: training has not made it better by more than chance ({compared}). Look at its labels, taps and rope."
 
 
 def _sure(comparison: Paired, better: bool) -> str:

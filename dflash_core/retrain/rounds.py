@@ -207,13 +207,13 @@ class Rounds:
 
 
 def pipeline_config(config: RetrainConfig, place: Path, current: Round, champion: Path | None) -> PipelineConfig:
-    """The training of a round that lies in ``place``. With a champion (its folder), it decodes every prompt too: the drafter before training."""
+    """The training of a round that lies in ``place``, from the champion's folder on. The drafter before training decodes every prompt, too."""
     tree = config.model_dump(exclude={"retrain"})
     tree["run"]["name"] = f"{config.run.name}-{current.number:04}"
     tree["data"]["sources"] = [{"source": str(place / PROMPTS)}]
+    tree["evaluation"]["untrained_prompts"] = None
     if champion is not None:
         tree["drafter"]["initial_checkpoint"] = champion
-        tree["evaluation"]["untrained_prompts"] = None
     return PipelineConfig.model_validate(tree)
 
 

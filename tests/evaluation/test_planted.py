@@ -80,4 +80,7 @@ def test_a_drafter_with_a_fault_is_not_accepted_and_not_promoted(
     assert length - 1.0 < (0.5 if fault == "rope-base" else 0.35) * (champions - 1.0)
     decision = decide(result, margin=0.01, champion="1")
     assert not decision.promote
+    if fault == "labels":  # as the first drafter, beside what it was before its training
+        first = evaluated(config, target, wrong, untrained(), tmp_path / "first")
+        assert not decide(first, margin=0.0, champion=None).promote
     assert f"Its acceptance length is {length:.3f}, that of the champion (version 1) {champions:.3f}" in decision.reasons[1]

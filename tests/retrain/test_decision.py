@@ -91,12 +91,27 @@ def test_one_that_is_clearly_better_and_not_lossless_is_refused() -> None:
     assert decision.comparison.significant
 
 
-@pytest.mark.parametrize("lossless", [True, False])
-def test_the_first_one_has_only_to_be_lossless(lossless: bool) -> None:
-    decision = decide(measured(2.0, 2.0, 3, lossless=lossless), margin=0.5, champion=None)
-    assert decision.promote is lossless
+@pytest.mark.parametrize(
+    ("before", "after", "prompts", "lossless", "promote"),
+    [(2.0, 2.2, 8, True, True), (2.0, 2.2, 8, False, False), (2.0, 2.01, 3, True, True), (2.0, 2.0, 8, True, False), (2.1, 2.0, 3, True, False)],
+)
+def test_the_first_one_has_to_be_lossless_and_better_than_before_its_training(
+    before: float, after: float, prompts: int, lossless: bool, promote: bool
+) -> None:
+    decision = decide(measured(before, after, prompts, lossless=lossless), margin=0.5, champion=None)
+    assert decision.promote is promote
     assert decision.champion_length is decision.comparison is None
-    assert "There is no champion yet" in decision.reasons[1]
+    assert f"There is no champion yet. Its acceptance length is {after:.3f}, and was {before:.3f} before its training" in decision.reasons[1]
+    assert ("has not made it better by more than chance" in decision.reasons[1]) is (after <= before)
+
+
+def test_the_first_one_is_not_promoted_for_a_gain_that_may_be_chance_or_if_it_accepts_nothing() -> None:
+    found = (decide(measured(2.0, 2.05, 12, noise=seed), margin=0.0, champion=None) for seed in range(50))
+    lucky = next(decision for decision in found if decision.challenger_length > 2.05 and "paired test p" in decision.reasons[1])
+    assert not lucky.promote
+    for rounds, promote in (([0, 0], False), ([0, 1], True)):
+        decision = decide(result(untrained=False, rounds=rounds), margin=0.0, champion=None)
+        assert (decision.promote, "no draft was ever accepted" in decision.reasons[1]) == (promote, not promote)
 
 
 def test_figures_of_other_prompts_are_not_compared() -> None:
