@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_core.checks import check_schedule
+from dflash_core.claims import card_facts
 from dflash_core.data import SampleTable, build_responses, write_samples
 from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
@@ -24,12 +25,10 @@ from dflash_core.evaluation import (
     EvaluationPrompt,
     EvaluationResult,
     HeldoutJudge,
-    InPrecision,
     evaluate_drafter,
     heldout_prompts,
     measure_served,
     set_prompts,
-    sets_table,
 )
 from dflash_core.feed import LiveSamples, pack_rows
 from dflash_core.plan import CODE_VERSIONS, TARGET, Plan
@@ -256,7 +255,9 @@ def _run_evaluate(plan: Plan, folder: Path, progress: Progress, on_metrics: Metr
 
 def _run_export(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
     destination = drafter_folder(folder)
-    export_drafter(trained_drafter(plan), plan.info, destination, facts=_card_facts(plan))  # verifies what it has written
+    export_drafter(
+        trained_drafter(plan), plan.info, destination, facts=card_facts(plan, evaluation_of(plan.folder("evaluate")))
+    )  # verifies what it has written
     return {"weights": drafter_config_of(plan).num_parameters(), "bytes": (destination / "model.safetensors").stat().st_size}
 
 
@@ -303,31 +304,6 @@ def trained_drafter(plan: Plan) -> DFlashDrafter:
     facts = json.loads((folder / "training.json").read_bytes())
     drafter.load_state_dict(load_file(folder / kept_weights(plan.config.training.keep, has_best=bool(facts.get("best")))))
     return drafter.to(torch.bfloat16)
-
-
-def _card_facts(plan: Plan) -> dict[str, object]:
-    config, samples = plan.config, plan.stage("samples").manifest
-    figures = evaluation_of(plan.folder("evaluate"))
-    trained, served = figures.trained, figures.as_served
-    return {
-        "training data": f"{samples.counts['train']} conversations, {samples.counts['train_supervised']:,} response tokens" if samples else "",
-        "digest of the data": f"`{plan.key('samples')}`",
-        "training": f"{config.objective.weighting} weighting, learning rate {config.training.learning_rate:g}, {config.training.schedule}",
-        "evaluated on": f"{figures.prompts} prompts, greedy, {figures.max_new_tokens} new tokens at most, {figures.dtype}, {figures.device}",
-        "lossless": f"{figures.lossless:.1%} of the prompts",
-        "acceptance length": f"{trained.acceptance.mean_of_requests:.2f} (mean of requests), {trained.acceptance.pooled:.2f} (pooled)",
-        **({f"in {served.dtype}": _as_served(served)} if figures.served else {}),
-        "speed": f"{served.trained.speedup:.2f} times the target alone in {served.dtype}, same code and caches",
-        **{
-            f"on {row['set']}": f"acceptance length {row['acceptance length']}, speed {row[f'speed-up, {served.dtype}']}"
-            for row in sets_table(figures)
-        },
-    }
-
-
-def _as_served(served: InPrecision) -> str:
-    parted = f"{served.diverged} of {served.prompts} texts part from the target's own, {served.diverged_beyond_noise} beyond the noise of rounding"
-    return f"acceptance length {served.trained.acceptance.mean_of_requests:.2f}, {parted}"
 
 
 RUNNERS = {

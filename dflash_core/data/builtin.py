@@ -106,6 +106,21 @@ def versions_of(source: str) -> Mapping[str, str]:
     return library_versions() if source == "builtin:python-functions" else {}
 
 
+def licence_of(source: str) -> str | None:
+    """Terms of the prompts of a source, or where they come from; None if that is not known here."""
+    if source == "target":
+        return "written by the target"
+    return _LICENCES.get(source)
+
+
+_LICENCES = {
+    "builtin:python-tasks": "Apache-2.0",
+    "builtin:long-python-tasks": "Apache-2.0",
+    "builtin:chat-questions": "BSD",
+    "builtin:python-functions": "PSF and BSD",
+    "builtin:everyday-requests": "Apache-2.0",
+}
+
 BUILTIN_SOURCES: Mapping[str, Callable[[], Iterator[Mapping[str, Any]]]] = {
     "builtin:python-tasks": python_tasks,
     "builtin:long-python-tasks": long_python_tasks,

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from dflash_core.drafter.config import DFlashConfig
 from dflash_core.drafter.serving import fits_speculators
+from dflash_core.target.licence import licence_of
 
 if TYPE_CHECKING:
     from dflash_core.target.info import TargetInfo
 
 _CARD = """---
 library_name: transformers
-base_model: {target}
+{licence_key}base_model: {target}
 pipeline_tag: text-generation
 tags: [speculative-decoding, dflash]
 ---
@@ -35,6 +36,10 @@ This folder holds no embedding and no head: the target's are used.
 
 ## Measured
 {facts}
+
+## Licence
+The weights were made from those of {target}, from its hidden states and its answers: {terms}. The prompts that it answered may have terms of
+their own; of a finished run they are named above. `dflash.py` is of dflash-pipeline, Apache-2.0.
 
 ## Use
 vLLM:
@@ -73,9 +78,12 @@ def model_card(config: DFlashConfig, info: TargetInfo, facts: Mapping[str, objec
     Args:
         facts: what was measured and how, label to value, in the order they are to be shown
     """
-    rows = "\n".join(["| | |", "|---|---|", *(f"| {label} | {_shown(value)} |" for label, value in facts.items())])
+    licence = licence_of(info)
+    rows = "\n".join(["| | |", "|---|---|", *(f"| {_shown(label)} | {_shown(value)} |" for label, value in facts.items())])
     return _CARD.format(
         target=info.served_as,
+        licence_key=f"license: {licence}\n" if licence else "",
+        terms=f"its licence, {licence}, is theirs" if licence else "its licence, which is not stated in its folder, is theirs",
         place=info.repository or f"<folder of {info.name}>",
         origin=_origin(info),
         revision=f" at {info.revision}" if info.revision else "",
@@ -114,4 +122,4 @@ def _exactness(config: DFlashConfig) -> str:
 
 
 def _shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")

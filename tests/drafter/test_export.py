@@ -16,6 +16,7 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from dflash_core.config import DrafterConfig
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, default_tap_layers, export_drafter, load_checkpoint, target_problems, verify_export
+from dflash_core.drafter.card import model_card
 from dflash_core.errors import CheckpointError
 from dflash_core.target.info import TargetInfo
 from tests.drafter.small import WINDOWED, small_drafter, target_info
@@ -84,6 +85,16 @@ def test_the_commands_of_the_card_and_the_keys_of_the_configuration_name_the_tar
     assert "--model-path owner/original --speculative-algorithm" in card
     assert "base_model: owner/original" in card
     assert "| target | owner/original; trained and measured with its conversion 'built-in'" in card
+
+
+def test_the_card_states_the_targets_licence_where_that_is_known_and_keeps_its_table_whole(exported: Path, tmp_path: Path) -> None:
+    assert "its licence, which is not stated in its folder, is theirs" in (exported / "README.md").read_text()
+    (tmp_path / "README.md").write_text("---\ntags: [x]\nlicense: gemma\n---\n# A model\nlicense: none\n")
+    card = model_card(small_drafter().config, replace(INFO, path=str(tmp_path)), {"a|b": "c|d"})
+    assert card.startswith("---\nlibrary_name: transformers\nlicense: gemma\nbase_model: paper-target\n")
+    assert "its licence, gemma, is theirs" in card
+    assert "| a\\|b | c\\|d |" in card
+    assert "license: apache-2.0\n" in model_card(small_drafter().config, replace(INFO, repository="HuggingFaceTB/SmolLM2-135M-Instruct"), {})
 
 
 def test_the_commands_of_the_card_of_a_target_that_is_a_folder_say_so(exported: Path) -> None:

@@ -16,7 +16,7 @@ from dflash_core.config import load_config
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.estimate import estimate
 from dflash_core.evaluation import HeldoutJudge
-from dflash_core.pipeline import evaluation_of, run_stage
+from dflash_core.pipeline import drafter_folder, evaluation_of, run_stage
 from dflash_core.stages import atomic_write
 from dflash_core.summary import write_summary
 from dflash_core.target import TargetModel
@@ -42,6 +42,24 @@ def test_the_summary_has_what_the_run_was_made_for(config: Path) -> None:
     assert (summary["mlflow_run_id"], summary["config_digest"]) == ("abc", plan.config.digest)
     assert (Path(summary["export_path"]) / "model.safetensors").is_file()
     assert load_config(path.parent / "config.yaml") == plan.config
+
+
+def test_the_card_states_the_run_its_drafter_came_from(config: Path) -> None:
+    plan = plan_of(config)
+    results = run_all(plan)
+    card, figures = (drafter_folder(results["export"].folder) / "README.md").read_text(), evaluation_of(results["evaluate"].folder)
+    length = figures.trained.acceptance
+    for label, value in (
+        ("training prompts", "prompts.jsonl (terms not known here)"),
+        ("digest of the data", f"`{plan.key('samples')}`"),
+        ("digest of the training's settings", f"`{plan.key('train')}`"),
+        ("acceptance length", f"{length.mean_of_requests:.2f} (mean of requests), {length.pooled:.2f} (pooled)"),
+        ("lossless", "100.0% of the prompts"),
+    ):
+        assert f"| {label} | {value} |" in card
+    assert f"| training | {STEPS} steps of 2 rows of 64 tokens with 8 anchors, decay weighting, learning rate 0.001, cosine" in card
+    assert f"| sha256 of the target's weights and configuration | `{plan.info.digest}` |" in card
+    assert str(config.parent) not in card
 
 
 def test_the_weights_that_were_accepted_best_during_training_are_evaluated_and_exported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
