@@ -121,7 +121,7 @@ class Decoder:
             most: tokens of the longest answer this time; at most, and by default, ``max_new_tokens``.
 
         Raises:
-            InputError: a prompt is empty or too long.
+            InputError: a prompt is empty, too long, or not of the target's vocabulary.
         """
         self._check(prompts)
         with on_device(self._device):
@@ -259,6 +259,9 @@ class Decoder:
         for prompt_ids in prompts:
             if not prompt_ids:
                 problems.append(Problem("prompt_ids", [], "is empty", "Give at least one token"))
+            elif not 0 <= min(prompt_ids) <= max(prompt_ids) < self._info.vocab_size:
+                message = f"has tokens outside the vocabulary of {self._info.name}, 0 to {self._info.vocab_size - 1}"
+                problems.append(Problem("prompt_ids", list(prompt_ids), message, "Encode prompts with the target's own tokenizer"))
             elif len(prompt_ids) >= positions:
                 message = f"{len(prompt_ids)} tokens leave no room below the target's max_position_embeddings = {positions}"
                 problems.append(Problem("prompt_ids", list(prompt_ids), message, "Shorten the prompt"))

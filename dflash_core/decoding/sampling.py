@@ -9,6 +9,7 @@ numbers: of a table with a row per request (``uniform_table``), so that a reques
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,14 +18,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_core.config_section import COLDEST
+from dflash_core.errors import InputError, Problem
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary."""
+    """Temperature 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary. Raises ``InputError`` where nothing could be drawn."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not (self.temperature == 0.0 or COLDEST <= self.temperature < math.inf):
+            problems.append(Problem("temperature", self.temperature, f"is neither 0 nor at least {COLDEST}", "Use 0 for greedy decoding"))
+        if not 0.0 < self.top_p <= 1.0:
+            problems.append(Problem("top_p", self.top_p, "must be above 0 and at most 1", "Use 1 to keep the whole vocabulary"))
+        if self.top_k < 0:
+            problems.append(Problem("top_k", self.top_k, "must not be negative", "Use 0 to keep the whole vocabulary"))
+        if problems:
+            raise InputError("sampling", problems)
 
     @property
     def greedy(self) -> bool:

@@ -200,6 +200,8 @@ def test_times_of_the_stages_are_parts_of_the_whole() -> None:
     [
         ([[1], []], 5, "prompt_ids = []: is empty"),
         ([list(range(10))], 5, "max_position_embeddings = 10"),
+        ([[1, 64]], 5, "prompt_ids = [1, 64]: has tokens outside the vocabulary of"),
+        ([[-1]], 5, "prompt_ids = [-1]: has tokens outside the vocabulary of"),
         ([[1]], 0, "max_new_tokens = 0: must be at least 1"),
     ],
 )

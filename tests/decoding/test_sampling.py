@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_core.decoding.sampling import Sampling, draw, token_probabilities, uniform_table, verify_greedy, verify_sampled
+from dflash_core.errors import InputError
 from tests.decoding.toys import chi_square_fits
 
 DRAWS = 20_000
@@ -106,6 +109,17 @@ def test_filters_equal_those_of_transformers(temperature: float, top_p: float, t
         warped = warper(torch.zeros(3, 1, dtype=torch.long), warped)
     ours = token_probabilities(logits, Sampling(temperature, top_p, top_k))
     torch.testing.assert_close(ours, warped.softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [({"temperature": value}, "temperature") for value in (-1.0, 1e-45, math.nan, math.inf)]
+    + [({"top_p": value}, "top_p") for value in (0.0, -0.5, 1.5, math.nan)]
+    + [({"top_k": -1}, "top_k")],
+)
+def test_settings_that_nothing_can_be_drawn_by_are_refused(sampling: dict[str, float], field: str) -> None:
+    with pytest.raises(InputError, match=f"{field} = "):
+        Sampling(**sampling)  # type: ignore[arg-type]
 
 
 def test_probabilities_sum_to_one_and_keep_the_best_token_even_for_a_tiny_top_p() -> None:

@@ -42,7 +42,8 @@ class MarkovTarget:
 
     def __init__(self, logits_VVV: Tensor, max_position_embeddings: int = 1000):
         self.logits_VVV = logits_VVV
-        self.info = SimpleNamespace(max_position_embeddings=max_position_embeddings, eos_token_ids=(), pad_token_id=None)
+        sizes = {"max_position_embeddings": max_position_embeddings, "vocab_size": len(logits_VVV)}
+        self.info = SimpleNamespace(name="markov", **sizes, eos_token_ids=(), pad_token_id=None)
         self.passes = 0
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
