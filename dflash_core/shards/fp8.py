@@ -16,16 +16,17 @@ import numpy.typing as npt
 import torch
 
 LARGEST = 448.0
+_TOO_LARGE = 248.0 * 2.0**120  # from here on values are rounded to 2**128, which is none in bfloat16
 SCALES = "feature_scales"
 
 
 def to_fp8(features: torch.Tensor, taps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features [..., F] as float8_e4m3fn [..., F] and scales, float32 [..., K]. A scale is not finite where a feature is not."""
+    """Features [..., F] as float8_e4m3fn [..., F] and scales, float32 [..., K]. A scale is not finite where a feature is not, or not once back."""
     values = features.float().unflatten(-1, (taps, -1))
     largest = values.abs().amax(-1)
     exponents = torch.frexp(largest / LARGEST).exponent.clamp(min=-126)
     scales = torch.ldexp(torch.ones_like(largest), exponents)
-    scales = torch.where(largest.isfinite(), torch.where(largest > 0, scales, 1.0), largest)
+    scales = torch.where(largest < _TOO_LARGE, torch.where(largest > 0, scales, 1.0), largest * torch.inf)
     return (values / scales[..., None]).flatten(-2).to(torch.float8_e4m3fn), scales
 
 
