@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dflash_core.config_data import DataConfig as DataConfig
@@ -25,7 +25,7 @@ from dflash_core.config_data import Redaction as Redaction
 from dflash_core.config_read import parse_as as parse_as
 from dflash_core.config_read import read_tree as read_tree
 from dflash_core.config_rules import cross_field_problems
-from dflash_core.config_section import COLDEST, Count, Decay, Fraction, LoosePath, NumberedSpreadDevice, SpreadDevice, Temperature
+from dflash_core.config_section import COLDEST, Count, Decay, Fraction, LoosePath, NumberedSpreadDevice, SpreadDevice, Temperature, holds_password
 from dflash_core.config_section import PositiveInt as PositiveInt
 from dflash_core.config_section import Section as Section
 from dflash_core.config_section import devices_of as devices_of
@@ -92,6 +92,13 @@ class ExtractionConfig(Section):
         False,
         description="Store only what this drafter's training reads: no prompt beyond drafter.sliding_window, if all layers have it, and no ends.",
     )
+
+    @field_validator("store")
+    @classmethod
+    def _without_password(cls, store: str | None) -> str | None:
+        if store is not None and holds_password(store):
+            raise ValueError("holds a password, and settings are written into logs and records: give it to the store by its environment variables")
+        return store
 
 
 class DrafterConfig(Section):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from dflash_core.config_section import Section
+from dflash_core.config_section import Section, holds_password
 from dflash_core.errors import ConfigError, Problem
 
 Config = TypeVar("Config", bound=Section)
@@ -122,7 +122,8 @@ def _problems(error: ValidationError, model: type[Section]) -> Iterator[Problem]
 
 
 def _without_secrets(location: Sequence[str | int], value: Any) -> Any:
-    return "(not shown: it may hold a secret)" if location[-1:] in (["url"], ["api_key_env"]) else value
+    secret = location[-1:] in (["url"], ["api_key_env"]) or (isinstance(value, str) and holds_password(value))
+    return "(not shown: it may hold a secret)" if secret else value
 
 
 def _message(item: Mapping[str, Any]) -> str:

@@ -30,6 +30,11 @@ SpreadDevice = Annotated[str, Field(pattern=rf"^({_SPREAD}|cuda)$")]
 NumberedSpreadDevice = Annotated[str, Field(pattern=rf"^{_SPREAD}$")]
 
 
+def holds_password(address: str) -> bool:
+    """Whether there is a ``user:password@`` before the host of an address."""
+    return ":" in address.partition("://")[2].partition("/")[0].rpartition("@")[0]
+
+
 def devices_of(device: str) -> tuple[str, ...]:
     """The devices of a target: 'cuda:0+cuda:1' are two, over which its layers are spread."""
     return tuple(device.split("+"))

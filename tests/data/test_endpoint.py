@@ -152,6 +152,15 @@ def test_a_secret_in_the_settings_is_refused_and_not_repeated(setting: dict[str,
     assert f"data.generation.endpoints.0.{next(iter(setting))}" in str(error.value)
 
 
+def test_a_password_in_the_address_of_a_store_is_refused_and_not_repeated() -> None:
+    tree = {"target": {"model": "t"}, "drafter": {"mask_token_id": 3}, "data": {"sources": [{"source": "x.jsonl"}]}}
+    for store in ("ftp://me:very-secret@host/shards", "ftp://me:very-secret@host/shards/"):
+        with pytest.raises(ConfigError, match=r"extraction\.store = .*not shown") as error:
+            parse_config({**tree, "extraction": {"store": store}})
+        assert "very-secret" not in str(error.value)
+    assert parse_config({**tree, "extraction": {"store": "abfs://box@account.host:443/a:b@c"}}).extraction.store is not None
+
+
 def _answers(url: str) -> bool:
     import httpx
 
