@@ -105,6 +105,6 @@ def _sure(comparison: Paired, better: bool) -> str:
     found = f"Prompt by prompt the difference is {comparison.difference:+.3f} ({within}paired test p = {comparison.p_value:.2g})"
     if comparison.significant:
         return f"{found}: more than chance."
-    prompts = f"{comparison.conversations} prompts" if comparison.conversations > 1 else "one prompt"
-    few = f": too few prompts to tell it from chance. About {comparison.needed} of this kind would be needed, and {prompts} were measured"
+    prompts = f"{comparison.conversations} prompts were" if comparison.conversations > 1 else "one prompt was"
+    few = f": too few prompts to tell it from chance. About {comparison.needed} of this kind would be needed, and {prompts} measured"
     return f"{found}{few if better else ', which may be chance'}."
