@@ -18,6 +18,7 @@ import typer
 
 from dflash_core.errors import DFlashError, InputError, os_reason
 from dflash_core.words import counted
+from flows.unread import unread_output
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train DFlash drafters and look at what they do.")
 shards_app = typer.Typer(no_args_is_help=True, help="Hidden-state datasets.")
@@ -33,17 +34,22 @@ SERVICES = Path("workspace/services")
 
 
 def told(command: Callable[P, None]) -> Callable[P, None]:
-    """What a user has caused or can do something about is told without a traceback, by message and exit status."""
+    """What a user has caused or can do something about is told without a traceback, by message and exit status.
+
+    Whoever has stopped reading what is printed (``| head``) is told nothing.
+    """
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
+            sys.stdout.flush()
         except InputError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(2) from error
         except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
-            print(f"{type(error).__name__}: {os_reason(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+            if not (isinstance(error, BrokenPipeError) and unread_output()):
+                print(f"{type(error).__name__}: {os_reason(error) if isinstance(error, OSError) else error}", file=sys.stderr)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
             print("Interrupted. The same command goes on from here.", file=sys.stderr)

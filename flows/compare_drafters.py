@@ -33,7 +33,7 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
     if to is not None:
         require_folder("--to", to)
     if config is None:
-        one, other = _read(first), _read(second)
+        one, other = _read("first", first), _read("second", second)
     else:
         plan = Plan(load_config(config, overrides), str(config))
         require(plan, config, "responses")
@@ -58,16 +58,16 @@ def compare_drafters(first: str, second: str, config: Path | None, overrides: Se
     return comparison
 
 
-def _read(place: str) -> EvaluationResult:
+def _read(which: str, place: str) -> EvaluationResult:
     path = Path(place) / RESULT if Path(place).is_dir() else Path(place)
     try:
         return EvaluationResult.model_validate_json(path.read_bytes())
     except OSError as error:
         remedy = "Name the folder that 'dflashctl evaluate' printed, or give the configuration to measure drafters with (--config)"
-        raise InputError("compare", [Problem(place, str(path), f"holds no evaluation: {error.strerror}", remedy)]) from error
+        raise InputError("compare", [Problem(which, str(path), f"holds no evaluation: {error.strerror}", remedy)]) from error
     except ValidationError as error:
         message = f"is not an evaluation of this version: {error.errors()[0]['msg']}"
-        raise InputError("compare", [Problem(place, str(path), message, "Evaluate again")]) from error
+        raise InputError("compare", [Problem(which, str(path), message, "Evaluate again")]) from error
 
 
 def _names(first: str, second: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -47,7 +48,8 @@ class PlainConsole:
         self._print(f"{stage}: {outcome or 'not finished'}{_set_off(self._recent.words())}")
 
     def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more (`| head`): no reason to lose the run
+            print(line, file=self._stream, flush=True)
 
 
 class LiveConsole:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,28 @@ def test_the_console_keeps_the_last_acceptance_length_beside_the_metrics_of_late
         console.metrics("train", step, metrics)
     console.end("train", "done")
     assert stream.getvalue().splitlines()[-1] == "train: done  loss 2.375 (mean of 2 steps), acceptance length 1.50"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "flows.cli", "validate", MINIMAL]
+    finished = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered}, check=False
+    )
+    os.close(writer)
+    assert (finished.returncode, finished.stderr) == (1, "")
+
+
+def test_a_reader_that_has_gone_does_not_end_a_run() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1, encoding="utf-8") as stream:
+        console = PlainConsole(stream)
+        console.begin("train")
+        console.end("train", "done")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what is left in the buffer can be written when it is closed
 
 
 @pytest.mark.parametrize("command", [["validate"], ["run"], ["plan"], ["retrain"], ["config", "annotate"]], ids=" ".join)

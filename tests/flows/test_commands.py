@@ -159,7 +159,7 @@ def test_compare_takes_evaluations_that_are_there_and_refuses_those_of_other_pro
     assert "max_new_tokens = 7" in errors
     status, _, errors = dflashctl("compare", str(folder), str(folder.parent))
     assert status == 2
-    assert "holds no evaluation" in errors
+    assert f"second = '{folder.parent}/evaluation.json': holds no evaluation" in errors
 
 
 def test_evaluate_takes_a_set_that_is_named_after_training(config: Path, tmp_path: Path) -> None:
