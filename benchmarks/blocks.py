@@ -65,7 +65,7 @@ def read_set(target: TargetModel, name: str, count: int) -> list[list[int]]:
 
 
 def measure_speed(recorder: Recorder, target: TargetModel, drafter: DFlashDrafter, prompts: Sequence[list[int]], options: argparse.Namespace) -> None:
-    """blocks.<cpu or gpu>.<dtype>.<block>"""
+    """blocks.<cpu or gpu>.<dtype>.<block>, of other sets than GSM8K with the set behind"""
     longest, stops = max(map(len, prompts)), target.info.eos_token_ids
     verifier = open_verifier(target, Room(1, longest, options.new, max(options.blocks)))
     decoders = {}
@@ -94,7 +94,8 @@ def measure_speed(recorder: Recorder, target: TargetModel, drafter: DFlashDrafte
             "same_text": f"{sum(a.tokens == b.tokens for a, b in zip(answers[block], answers[1], strict=True))}/{len(prompts)}",
             **{f"{stage}_s": round(sum(getattr(one, f"{stage}_seconds") for one in answers[block]), 3) for stage in ("prefill", "draft", "verify")},
         }  # fmt: skip
-        recorder.add(f"blocks.{device}.{options.dtype}.{block}", ratio, "ratio", len(prompts), detail)
+        name = f"blocks.{device}.{options.dtype}.{block}" + (f".{options.set}" if options.set != "gsm8k" else "")
+        recorder.add(name, ratio, "ratio", len(prompts), detail)
     if (device, options.dtype, options.set) == ("cpu", "bfloat16", "gsm8k"):
         fastest = max(ratios, key=ratios.__getitem__)
         recorder.add("speedup.cpu", ratios[fastest], "ratio", len(prompts), {"block_size": fastest, "threads": torch.get_num_threads()})
