@@ -163,5 +163,5 @@ def test_each_block_size_is_held_against_the_target_alone_and_the_parts_of_a_rou
     blocks.measure_parts(recorder, target, drafter, [1, 4], "float32")
     records = {record["name"]: record for record in map(json.loads, recorder.path.read_text().splitlines())}
     parts = {f"blocks.part.{part}.float32.{width}" for part in ("pass", "head", "draft", "read") for width in (1, 4)}
-    assert set(records) == {"blocks.cpu.float32.2", "blocks.cpu.float32.4"} | parts
-    assert {records[f"blocks.cpu.float32.{block}"]["detail"]["same_text"] for block in (2, 4)} == {"2/2"}
+    assert set(records) == {"blocks.cpu.float32.2.toy", "blocks.cpu.float32.4.toy"} | parts
+    assert {records[f"blocks.cpu.float32.{block}.toy"]["detail"]["same_text"] for block in (2, 4)} == {"2/2"}
