@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from dflash_core.drafter.card import model_card
-from dflash_core.drafter.checkpoint import CONFIG, WEIGHTS, read_serving_config, stored_tensors, tensor_problems, write_drafter
+from dflash_core.drafter.checkpoint import CONFIG, WEIGHTS, read_serving_config, stored_tensors, tensor_problems, value_problems, write_drafter
 from dflash_core.drafter.config import DFlashConfig, mask_token_problems, tap_problems
 from dflash_core.drafter.model import DFlashDrafter
 from dflash_core.drafter.rope import flat_rope_parameters, rope_frequencies
@@ -167,7 +167,7 @@ def _stored_problems(folder: Path, config: DFlashConfig, drafter: DFlashDrafter 
             if dtype not in ("BF16", "F16", "F32"):
                 continue
             tensor = file.get_tensor(name)
-            if not torch.isfinite(tensor).all():
-                yield f"{WEIGHTS}: {name}: has {int((~torch.isfinite(tensor)).sum())} values that are not finite"
+            if problems := list(value_problems({name: tensor})):
+                yield from (f"{WEIGHTS}: {problem}" for problem in problems)
             elif name in trained and tuple(trained[name].shape) == shape and not torch.equal(tensor, trained[name].to("cpu", tensor.dtype)):
                 yield f"{WEIGHTS}: {name}: differs from the trained weights"
