@@ -77,12 +77,15 @@ class Attention(Products):
 
     def queries_keys_values(self, x_BQH: Tensor, rotation: Rotation) -> tuple[Tensor, KeysValues]:
         """[B, Q, A, D], and two of [B, Q, G, D]."""
-        q, k, v = self.unrotated(x_BQH)
+        q, k, v = self._normed(self.joint_products(x_BQH, self.q_proj, self.k_proj, self.v_proj))
         return rotate(q, rotation), (rotate(k, rotation), v)
 
     def unrotated(self, x_XH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., A, D], keys and values [..., G, D] without their positions."""
-        q, k, v = (self._heads(x) for x in self.joint_products(x_XH, self.q_proj, self.k_proj, self.v_proj))
+        """Queries [..., A, D], keys and values [..., G, D] without their positions, of few rows: beside those the weights are large."""
+        return self._normed(self.products(x_XH, self.q_proj, self.k_proj, self.v_proj))
+
+    def _normed(self, products: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self._heads(x) for x in products)
         return self.q_norm(q), self.k_norm(k), v
 
     def keys_values(self, x_BXH: Tensor, rotation: Rotation) -> KeysValues:

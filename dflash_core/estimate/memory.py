@@ -215,8 +215,8 @@ class Sizes:
             group = min(max(1, DENSE_GROUP // drafter.block_size) * drafter.block_size, Q)
             slot = (4 * H + 3 * AD + 5 * GD + 4 * I + T + group) * b
             context = 2 * GD * T * -(-Q // group) * b
-            # the weights that are joined for one product: of the context's in all layers, and of the blocks' in each layer
-            weights = H * (2 * GD * L + (AD + 2 * GD) * (1 if training.activation_checkpointing else L)) * b
+            # the weights that are joined for one product: of the context's in all layers, and of the blocks' in each layer but the first
+            weights = H * (2 * GD * L + (AD + 2 * GD) * (min(1, L - 1) if training.activation_checkpointing else L - 1)) * b
         context += 3 * GD * T * b
         layers = L * Q * H * b + (Q * slot + context) if training.activation_checkpointing else L * (Q * slot + context)
         widened = self.config.extraction.feature_dtype == "fp8" or not on_cuda  # otherwise the drafter reads a batch's own features
