@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from dflash_core.shards.fp8 import from_fp8, to_fp8
 from dflash_core.target import TargetInfo, TargetVocabulary
 from dflash_core.training import DrafterTrainer, TrainingResult, TrainingSession, trainer
 from dflash_core.training.course import config_settings
+from dflash_core.training.replica import Replica
 from dflash_core.training.warming import WarmUpReport, warm_up_source
 
 H, V, TAPS, ROW_LENGTH = 64, 256, 2, 48
@@ -170,6 +172,20 @@ def losses(folder: Path) -> list[float]:
 
 def final_weights(folder: Path) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, replica: int, step: int, fault: Callable[[Replica], None]) -> None:
+    """Let ``fault`` happen in a micro-step (0-based) of a replica, after warm-up."""
+    original, calls = Replica.micro_step, {"count": 0}
+
+    def micro_step(self: Replica, batch: Any) -> None:
+        if self.index == replica and threading.current_thread() is not threading.main_thread():
+            calls["count"] += 1
+            if calls["count"] == step + 1:
+                fault(self)
+        original(self, batch)
+
+    monkeypatch.setattr(Replica, "micro_step", micro_step)
 
 
 def stall_once(monkeypatch: pytest.MonkeyPatch, stuck: Callable[[str], object]) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from dflash_core.training.replica import Replica
 from tests.children import environment
 from tests.target.tiny import save_tiny_target
 from tests.tiny_run import write_tiny_run
-from tests.training.small import DISTILLED, INFO, RowsInFp8, RowsOfATeacher, SmallRows, config, losses, run, vocabulary, warm_up
+from tests.training.small import DISTILLED, INFO, RowsInFp8, RowsOfATeacher, SmallRows, config, losses, plant, run, vocabulary, warm_up
+from tests.waiting import ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -175,6 +177,64 @@ def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path, sync: str) ->
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
     for name, weight in weights[0].items():  # masters, gathered for the checkpoint
         assert (weights[1][name] - weight).norm() < 0.02 * weight.norm(), name
+
+
+def test_a_worker_that_dies_ends_the_one_on_the_other_gpu_at_once_and_training_goes_on_from_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    settings = config(devices=["cuda:0", "cuda:1"], precision="bfloat16", stall_timeout_s=600.0)
+    assert run(settings, tmp_path / "calm").finished
+    died = []
+
+    def die(replica: Replica) -> None:
+        died.append(time.monotonic())
+        raise OSError("planted")
+
+    with monkeypatch.context() as patch:
+        plant(patch, replica=1, step=4, fault=die)
+        with pytest.raises(OSError, match="planted"):
+            run(settings, tmp_path / "died")
+        seconds = time.monotonic() - died[0]
+    assert ended("replica")
+    print(f"all had ended {seconds:.1f} s after one died")
+    assert seconds < 60  # a collective would have waited for 600
+    report, session = warm_up(settings, tmp_path / "died")
+    assert report.resumed_step == 4
+    assert DrafterTrainer(session).run().finished
+    assert losses(tmp_path / "died") == pytest.approx(losses(tmp_path / "calm"), rel=1e-4)
+
+
+@pytest.mark.parametrize("sync", ["all_reduce", "sharded"])
+def test_a_rank_that_is_killed_ends_the_one_on_the_other_gpu_at_once_and_the_same_command_goes_on(tmp_path: Path, sync: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    path = tiny_run_on(tmp_path)
+    words = ["train", str(path), "--set", "training.devices=[cuda:0, cuda:1]", "--set", "training.precision=bfloat16"]
+    words += ["--set", f"training.sync={sync}", "--set", "training.launcher=torchrun", "--set", "training.stall_timeout_s=600"]
+    calm, killed = ([*words, "--set", f"run.workspace={tmp_path / name}"] for name in ("calm", "killed"))
+
+    def train(how: str, words: list[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.rank_child"]
+        return subprocess.run([*command, how, "7", *words], env=environment(), capture_output=True, text=True, timeout=280, check=False)
+
+    done, died = train("neither", calm), train("kill", killed)
+    died_at = time.time()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert died.returncode != 0
+    assert "Signal 9 (SIGKILL)" in died.stderr, died.stdout + died.stderr
+    (checkpoint,) = (tmp_path / "killed" / "stages").glob("train-*/checkpoints/step-*")
+    seconds = died_at - (checkpoint / "state.json").stat().st_mtime  # rank 1 waits for the first checkpoint before it dies
+    print(f"all had ended {seconds:.1f} s after the checkpoint that the kill waited for")
+    assert seconds < 120  # a collective would have waited for 600
+    resumed = train("neither", killed)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "step 1 " not in resumed.stdout
+    curves = [
+        [line["loss"] for line in read_metrics(next((tmp_path / name / "stages").glob("train-*/metrics.jsonl")))] for name in ("calm", "killed")
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
 
 
 def tiny_run_on(folder: Path, head_dim: int = 16) -> Path:

@@ -15,7 +15,7 @@ from dflash_core.errors import CheckpointError, ConfigError, LateCompilationErro
 from dflash_core.training import DrafterTrainer, TrainingSession
 from dflash_core.training.metrics import MetricLog
 from dflash_core.training.replica import Replica
-from tests.training.small import RowsInFp8, SmallRows, config, final_weights, losses, run, stall_once, warm_up
+from tests.training.small import RowsInFp8, SmallRows, config, final_weights, losses, plant, run, stall_once, warm_up
 from tests.waiting import PATIENCE_S, ended
 
 
@@ -32,20 +32,6 @@ def in_thread(work: Callable[[], object]) -> BaseException | None:
     thread.start()
     thread.join(PATIENCE_S)
     return caught[0] if caught else None
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, replica: int, step: int, fault: Callable[[Replica], None]) -> None:
-    """Let ``fault`` happen in a micro-step (0-based) of a replica, after warm-up."""
-    original, calls = Replica.micro_step, {"count": 0}
-
-    def micro_step(self: Replica, batch: Any) -> None:
-        if self.index == replica and threading.current_thread() is not threading.main_thread():
-            calls["count"] += 1
-            if calls["count"] == step + 1:
-                fault(self)
-        original(self, batch)
-
-    monkeypatch.setattr(Replica, "micro_step", micro_step)
 
 
 def test_training_learns_and_leaves_final_weights_metrics_and_facts(tmp_path: Path) -> None:
