@@ -86,8 +86,8 @@ def rows_digest(plan: Plan) -> str:
 
 
 def curve(plan: Plan) -> list[float]:
-    """Losses of all steps."""
-    for stage in ("shards", "train"):
+    """Losses of all steps. Stages before the training that another plan has finished are only found."""
+    for stage in ("target", "responses", "samples", "shards", "train"):
         run_stage(plan, stage)
     lines = (plan.folder("train") / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [float(json.loads(line)["loss"]) for line in lines]
@@ -152,9 +152,7 @@ def measure_replicas(recorder: Recorder, workspace: Path, devices: list[str], pr
         [f"training.devices={json.dumps(devices)}"],
         [f"training.devices={json.dumps(devices[:1])}", f"training.accumulation_steps={len(devices)}"],
     ]
-    plans = [plan_for(workspace, recorder.device.type, precision, 0, more=[*settings, *way]) for way in ways]
-    rows_digest(plans[0])  # makes the samples
-    together, alone = (curve(plan) for plan in plans)
+    together, alone = (curve(plan_for(workspace, recorder.device.type, precision, 0, more=[*settings, *way])) for way in ways)
     print(f"{len(devices)} replicas {windows(together)}\n  one device {windows(alone)}", flush=True)
     name = f"multi.curve_{len(devices)}gpu"
     detail = {"precision": precision, "devices": devices, "alone": round(tail_of(alone), 4), "replicas": "bit-identical"}

@@ -210,9 +210,9 @@ def test_a_worker_that_dies_ends_the_one_on_the_other_gpu_at_once_and_training_g
 def test_a_rank_that_is_killed_ends_the_one_on_the_other_gpu_at_once_and_the_same_command_goes_on(tmp_path: Path, sync: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    path = tiny_run_on(tmp_path)
-    words = ["train", str(path), "--set", "training.devices=[cuda:0, cuda:1]", "--set", "training.precision=bfloat16"]
-    words += ["--set", f"training.sync={sync}", "--set", "training.launcher=torchrun", "--set", "training.stall_timeout_s=600"]
+    settings = ["training.devices=[cuda:0, cuda:1]", "training.precision=bfloat16", "training.compile=off", f"training.sync={sync}"]
+    settings += ["training.launcher=torchrun", "training.stall_timeout_s=600"]
+    words = ["train", str(tiny_run_on(tmp_path, head_dim=64)), *(word for setting in settings for word in ("--set", setting))]
     calm, killed = ([*words, "--set", f"run.workspace={tmp_path / name}"] for name in ("calm", "killed"))
 
     def train(how: str, words: list[str]) -> subprocess.CompletedProcess[str]:
