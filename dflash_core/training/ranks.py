@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 -m dflash_core train CONFIG          # with training.launcher: torchrun
 
 What they say to each other outside of steps goes through the store that torchrun keeps. Each process has a thread that counts up its own pulse
-there and looks at the others': collectives whose peer has died may wait for very long, and torchrun ends the processes of one host
-alone. Whoever fails leaves its message in the store first, so that the others can say what has happened.
+there and looks at the others': collectives whose peer has died may wait for very long (NCCL's kernels until the timeout, where Gloo notices at
+once), and torchrun ends the processes of one host alone. Those of the same host are also looked for by their process ids, which tells after a
+second. Whoever fails leaves its message in the store first, so that the others can say what has happened.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Ranks:
         self._left = threading.Event()
         self._name = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
         store.set(f"name/{rank}", self._name)
+        store.set(f"process/{rank}", str(os.getpid()))
         threading.Thread(target=self._watch, name="pulse", daemon=True).start()
 
     def announce(self, what: str, value: str) -> None:
@@ -129,17 +131,32 @@ class Ranks:
 
     def _beat(self, heard: dict[int, tuple[int, float]]) -> None:
         self._ask(lambda: self._store.add(f"pulse/{self.rank}", 1))
+        gone = [rank for rank in heard if rank in self.local and self._is_gone(rank)]  # looked for first: who has failed said so before it ended
         if self._ask(lambda: self._store.check(["failure"])):
             raise TrainingError(f"{self._ask(lambda: self._store.get('failure')).decode()} {AGAIN}")
         now = time.monotonic()
         for rank, (count, since) in heard.items():
             found = self._ask(functools.partial(self._store.add, f"pulse/{rank}", 0))
-            if found != count:
+            if rank not in gone and found != count:
                 heard[rank] = found, now
-            elif now - since > _SILENCE_S and not self._ask(functools.partial(self._store.add, f"left/{rank}", 0)):
-                known = self._ask(functools.partial(self._store.check, [f"name/{rank}"]))
-                name = self._ask(functools.partial(self._store.get, f"name/{rank}")).decode() if known else f"rank {rank}"
+            elif (rank in gone or now - since > _SILENCE_S) and not self._ask(functools.partial(self._store.add, f"left/{rank}", 0)):
+                name = self._said(f"name/{rank}") or f"rank {rank}"
+                if rank in gone:
+                    raise TrainingError(f"{name} has ended without a word: it was killed, or it has crashed. {AGAIN}")
                 raise TrainingError(f"{name} has not been heard of for {now - since:.0f} seconds: it was killed, or its host is gone. {AGAIN}")
+
+    def _is_gone(self, rank: int) -> bool:
+        process = self._said(f"process/{rank}")
+        if process is None:  # not begun yet
+            return False
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    def _said(self, key: str) -> str | None:
+        return self._ask(lambda: self._store.get(key)).decode() if self._ask(lambda: self._store.check([key])) else None
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:

@@ -142,7 +142,8 @@ def test_when_a_rank_is_killed_torchrun_ends_the_others_and_the_same_command_goe
     ended, workspace, _ = killed
     assert ended.returncode != 0
     assert "Signal 9 (SIGKILL)" in ended.stderr  # torchrun's own
-    assert "Another process of this training has ended" in ended.stderr or "Rank 0: Interrupted. The same command goes on" in ended.stderr
+    ways = ("Another process of this training has ended", "Rank 0: Interrupted. The same command goes on", "has ended without a word: it was killed")
+    assert any(way in ended.stderr for way in ways), ended.stderr
     assert not re.search(r"^train: [\d.]+ s ", ended.stdout, re.MULTILINE)
     statuses, outputs = said["resumed"]
     assert statuses == [0, 0], outputs
@@ -202,6 +203,23 @@ def test_processes_notice_who_falls_silent_and_who_has_failed(monkeypatch: pytes
     one.leave("OSError: the host is on fire")
     with pytest.raises(TrainingError, match=r"rank 1 \(process \d+ on .*\) has failed: OSError: the host is on fire"):
         zero.wait_for("anything", 1)
+
+
+def test_a_process_of_the_same_host_that_was_killed_is_missed_at_once_and_one_that_has_left_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_BEAT_S", PATIENCE_S)  # nobody beats by himself
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    zero, one, elsewhere = Ranks(store, 0, 3, 0, 2), Ranks(store, 1, 3, 1, 2), Ranks(store, 2, 3, 0, 1)
+    for rank in (1, 2):
+        store.set(f"process/{rank}", str(ended.pid))
+    heard = {1: (0, time.monotonic()), 2: (0, time.monotonic())}
+    with pytest.raises(TrainingError, match=r"rank 1 \(process .*\) has ended without a word: it was killed"):
+        zero._beat(heard)
+    one.leave()
+    zero._beat(heard)  # rank 2's number means nothing on this host
+    for rank in (zero, elsewhere):
+        rank.leave()
 
 
 def test_processes_with_other_settings_are_named_with_both_values() -> None:
