@@ -160,7 +160,7 @@ class TrainingRun:
     def make_equal(self) -> None:
         """Give all replicas the weights of the first, and no moments."""
         first = self.session.replicas[0]
-        weights = {name: view.clone() for name, view in first.layout.views(first.moments.masters_P).items()}
+        weights = {name: weight.clone() for name, weight in first.masters_and_moments(first.shards)[0].items()}
         for replica in self.session.replicas:
             with replica.on_device():
                 replica.load(weights)

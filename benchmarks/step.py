@@ -108,9 +108,10 @@ class Step:
         with torch.device(device):
             vocabulary = RandomVocabulary(*(torch.randn(shape.V, shape.H).mul_(0.02).bfloat16() for _ in range(2)))
         self.replica = Replica(0, torch.device(training["devices"][0]), config, drafter, vocabulary)
-        for weight in self.replica.layout.views(self.replica.moments.masters_P).values():
+        weights = self.replica.layout.views(self.replica.weights)
+        for weight in weights.values():
             weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=0.02)
-        self.replica.moments.refresh()
+        self.replica.load(weights)
         self.rows = self._rows(shape, torch.device("cpu") if variant == "host" else device, drafter.feature_size)
         self.micro_steps = config.training.accumulation_steps
         self.replica.warm_up(self.rows)

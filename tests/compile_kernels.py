@@ -121,14 +121,15 @@ def loss(H: int, V: int, softcap: float | None = None) -> None:
 
 
 def optimiser() -> None:
-    """Norm of the gradients and the update, of bfloat16 and of float32 gradients."""
-    master, scalar = torch.empty(100_000), torch.empty(())
+    """Norm of the gradients and the update, of bfloat16 and of float32 gradients and weights."""
+    whole, low, scalar = torch.empty(100_000), torch.empty(100_000, dtype=torch.int16), torch.empty(())
     for gradient in (_bf16(100_000), torch.empty(100_000)):
         gradient_norm([gradient])
-        adamw_(
-            _bf16(100_000), gradient, master, master.clone(), master.clone(), scale=scalar, learning_rate=scalar, updates=scalar,
-            betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
-        )  # fmt: skip
+        for masters in ((whole, None), (_bf16(100_000), low)):
+            adamw_(
+                masters[0], gradient, masters[1], whole.clone(), whole.clone(), scale=scalar, learning_rate=scalar, updates=scalar,
+                betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
+            )  # fmt: skip
 
 
 def casts(R: int, C: int) -> None:

@@ -30,7 +30,7 @@ from dflash_core.shards.fp8 import SCALES
 from dflash_core.target import TargetInfo, loaded_bytes, static_cache_bytes
 from dflash_core.training.flat import FlatLayout
 from dflash_core.training.gradients import AddedGradients, HandedGradients
-from dflash_core.training.optimizer import Moments
+from dflash_core.training.optimizer import Moments, splits_masters
 from dflash_core.training.replica import compute_dtype
 from dflash_core.training.staging import SLOTS
 from dflash_core.training.sync import Tail
@@ -172,9 +172,11 @@ class Sizes:
         sharded = training.sync == "sharded" and replicas > 1
         layout = FlatLayout(self.drafter.tensor_shapes(), replicas if sharded else 1)
         shard, tail = layout.shard(index if sharded else 0), Tail(self.drafter.block_size, replicas).size
-        moments = Moments(layout, precision, _META, shard=shard, muon=training.optimizer == "muon")
+        split = splits_masters(training, "cuda" if on_cuda else "cpu")
+        moments = Moments(layout, precision, _META, shard=shard, muon=training.optimizer == "muon", split=split)
         ledger.add(device, "weights", moments.weights_P.nbytes)
-        ledger.add(device, "masters", moments.masters_P.nbytes if moments.masters_P is not moments.compute_P else 0)
+        apart = moments.masters_P if moments.low_P is None else moments.low_P
+        ledger.add(device, "masters", apart.nbytes if apart is not moments.compute_P else 0)
         ledger.add(device, "moments", moments.exp_avg_P.nbytes + moments.exp_avg_sq_P.nbytes)
         model = DFlashDrafter.around(self.drafter, layout.views(moments.weights_P), _META)
         accumulating, handed = training.accumulation_steps > 1, 0

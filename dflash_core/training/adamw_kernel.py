@@ -1,8 +1,8 @@
 """The update on CUDA as two Triton kernels: the norm of the gradients, and AdamW with fp32 masters and moments. Each number moves once.
 
-The first reads the gradients. The second reads gradient, master and moments, writes master, moments and the weight in the precision of the
-computation: 28 bytes an element with bf16 weights and gradients. What depends on the step (gradient scale, learning rate, number of updates)
-is read on the device, so nothing waits for it.
+The first reads the gradients. The second reads gradient, master and moments and writes master and moments: 26 bytes an element with gradients
+and weights in bf16, which are one half of the masters (``optimizer.halves``). What depends on the step (gradient scale, learning rate, number of
+updates) is read on the device, so nothing waits for it.
 
 Runs on CUDA, and on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
@@ -31,7 +31,7 @@ def _square_sum_kernel(gradient_ptr, partial_ptr, size, BLOCK: tl.constexpr):  #
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,
     gradient_ptr,
-    master_ptr,
+    low_ptr,
     first_ptr,
     second_ptr,
     scale_ptr,
@@ -42,6 +42,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     beta2,
     eps,
     decay,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     scale = tl.load(scale_ptr)
@@ -53,7 +54,10 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < size
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
-        master = tl.load(master_ptr + place, mask=inside, other=0.0)
+        master = tl.load(weight_ptr + place, mask=inside, other=0)
+        if SPLIT:
+            low = tl.load(low_ptr + place, mask=inside, other=0)
+            master = (((master + (low >> 15)).to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
         first = tl.load(first_ptr + place, mask=inside, other=0.0)
         second = tl.load(second_ptr + place, mask=inside, other=0.0)
         first = beta1 * first + (1 - beta1) * gradient
@@ -62,8 +66,13 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         master = master * (1 - rate * decay) - rate * step
         tl.store(first_ptr + place, first, mask=inside)
         tl.store(second_ptr + place, second, mask=inside)
-        tl.store(master_ptr + place, master, mask=inside)
-        tl.store(weight_ptr + place, master.to(weight_ptr.dtype.element_ty), mask=inside)
+        if SPLIT:
+            bits = master.to(tl.int32, bitcast=True)
+            low = bits.to(tl.int16)
+            tl.store(low_ptr + place, low, mask=inside)
+            tl.store(weight_ptr + place, (bits >> 16).to(tl.int16) - (low >> 15), mask=inside)
+        else:
+            tl.store(weight_ptr + place, master, mask=inside)
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -78,7 +87,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def adamw_(
     weight: Tensor,
     gradient: Tensor,
-    master: Tensor,
+    low: Tensor | None,
     first: Tensor,
     second: Tensor,
     *,
@@ -92,13 +101,16 @@ def adamw_(
     """One AdamW step in place; all tensors contiguous and of one size.
 
     Args:
-        weight, gradient: the model's, any float dtype; the weight receives the rounded master, or is the master.
-        master, first, second: float32.
+        weight: float32, or with ``low`` bfloat16: the rounded half of the masters.
+        gradient: any float dtype.
+        low: int16, the other half of the masters.
+        first, second: float32.
         scale: float32 scalar that the gradient is multiplied with; not finite: nothing changes.
         learning_rate: float32 scalar.
         updates: float32 scalar, the number of updates including this one.
     """
-    size = master.numel()
+    size, bits = first.numel(), weight if low is None else weight.view(torch.int16)
     _adamw_kernel[(triton.cdiv(size, BLOCK),)](
-        weight, gradient, master, first, second, scale, learning_rate, updates, size, *betas, eps, weight_decay, BLOCK=BLOCK, num_warps=4
+        bits, gradient, low, first, second, scale, learning_rate, updates, size, *betas, eps, weight_decay,
+        SPLIT=low is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

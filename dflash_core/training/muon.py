@@ -34,7 +34,7 @@ class Muon:
     def __init__(self, layout: FlatLayout, training: TrainingConfig, moments: Moments):
         self._layout, self._training, self._moments = layout, training, moments
         self._updates = torch.zeros((), device=moments.masters_P.device)
-        self._masters, self._first, self._second = (layout.views(buffer) for buffer in moments.buffers)
+        self._masters, self._first, self._second = (layout.views(buffer) for buffer in moments.buffers.values())
 
     @property
     def counters(self) -> Sequence[Tensor]:

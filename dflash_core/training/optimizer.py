@@ -5,6 +5,9 @@
     optimizer.update(gradients, denominator, learning_rate) → norm of the averaged gradient
 
 Gradients are of the *sum* of losses, and are averaged, clipped and applied in one go. A norm that is not finite changes nothing.
+
+Where the Triton kernel updates bf16 weights, a master takes two bytes besides them instead of four: the weights are the upper halves of the
+masters, rounded, and ``low_P`` are the lower ones (``halves``). Together they are the fp32 masters to the last bit.
 """
 
 from __future__ import annotations
@@ -31,29 +34,66 @@ class Optimizer(Protocol):
     def update(self, gradients: Sequence[Part], denominator: Tensor, learning_rate: Tensor) -> Tensor: ...
 
 
+def halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 numbers rounded to the nearest bf16, ties away from zero, and the lower 16 bits of them as int16; both of the same shape.
+
+    Rounded so, the highest of the lower bits says whether a number was rounded up, and ``joined`` gives it back exactly.
+    """
+    low, high = master.contiguous().view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
+    return (high - (low >> 15)).view(torch.bfloat16), low.contiguous()
+
+
+def joined(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 numbers whose ``halves`` these are, of the same shape."""
+    return torch.stack([low, weight.view(torch.int16) + (low >> 15)], dim=-1).flatten(-2).view(torch.float32)
+
+
 class Moments:
-    """fp32 masters and two moments, [P] each, and the weights that the drafter computes with (the masters themselves, or a rounded copy).
+    """fp32 masters and two moments, [P] each, and the weights that the drafter computes with (the masters themselves, or rounded).
 
     Of a shard there are masters, moments and ``compute_P`` of that part alone; ``weights_P`` are all weights, and ``compute_P`` lies in them.
     Muon keeps no second moment of matrices: there ``exp_avg_sq_P`` is of the vectors alone.
     """
 
-    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, shard: Shard, muon: bool = False):
+    def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, shard: Shard, muon: bool = False, split: bool = False):
+        """``split``: keep masters of bf16 weights as their lower halves, ``low_P``, alone."""
         self.weights_P = torch.zeros(layout.size, dtype=precision, device=device)
         self.compute_P = self.weights_P[shard.slice]
-        self.masters_P = self.compute_P if precision == torch.float32 else torch.zeros(shard.size, device=device)
+        self.low_P: Tensor | None = None
+        if precision == torch.float32:
+            self._masters_P = self.compute_P
+        elif split:
+            self.low_P = torch.zeros(shard.size, dtype=torch.int16, device=device)
+        else:
+            self._masters_P = torch.zeros(shard.size, device=device)
         self.exp_avg_P = torch.zeros(shard.size, device=device)
         self.exp_avg_sq_P = torch.zeros(shard.size - shard.num_decayed if muon else shard.size, device=device)
 
     @property
-    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Masters, first moment, second moment: what a checkpoint holds, and what all replicas must agree on."""
-        return self.masters_P, self.exp_avg_P, self.exp_avg_sq_P
+    def masters_P(self) -> Tensor:  # noqa: N802
+        """The masters, where they are kept whole."""
+        assert self.low_P is None, "these masters are kept in halves"
+        return self._masters_P
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """What a checkpoint is made of, and what all replicas must agree on; the moments come last."""
+        masters = {"weights": self.masters_P} if self.low_P is None else {"weights": self.compute_P, "lower halves of weights": self.low_P}
+        return masters | {"first moment": self.exp_avg_P, "second moment": self.exp_avg_sq_P}
+
+    def load(self, view: Tensor, masters: Tensor) -> None:
+        """Let ``view`` of the weights be what these fp32 masters are rounded to, as an update would."""
+        view.copy_(masters if self.low_P is None else halves(masters)[0])
 
     def refresh(self) -> None:
-        """Round the masters into the weights."""
+        """Round the masters into the weights, where they are kept whole."""
         if self.compute_P is not self.masters_P:
             self.compute_P.copy_(self.masters_P)
+
+
+def splits_masters(training: TrainingConfig, kind: str) -> bool:
+    """Whether a replica on a device of this kind, 'cpu' or 'cuda', keeps the masters of bf16 weights in halves."""
+    return kind == "cuda" and training.optimizer == "adamw"
 
 
 class TorchAdamW:
@@ -100,12 +140,13 @@ class TorchAdamW:
 
 
 class FusedAdamW:
-    """``adamw_kernel`` over whatever pieces the gradient comes in."""
+    """``adamw_kernel`` over whatever pieces the gradient comes in; of float32 weights, or of bf16 ones whose masters are kept in halves."""
 
     def __init__(self, shard: Shard, training: TrainingConfig, moments: Moments, square_sum: Tensor | None = None):
         """``square_sum``: of the whole summed gradient, float32 scalar, where this is a shard of it."""
+        assert moments.low_P is not None or moments.compute_P.dtype == torch.float32, "the kernel takes masters of bf16 weights in halves"
         self._shard, self._training, self._moments, self._square_sum = shard, training, moments, square_sum
-        self._updates = torch.zeros((), device=moments.masters_P.device)
+        self._updates = torch.zeros((), device=moments.exp_avg_P.device)
 
     @property
     def counters(self) -> Sequence[Tensor]:
@@ -133,7 +174,8 @@ class FusedAdamW:
         for start, gradient in gradients:
             piece = slice(start, start + gradient.numel())
             adamw_(
-                moments.compute_P[piece], gradient, moments.masters_P[piece], moments.exp_avg_P[piece], moments.exp_avg_sq_P[piece],
+                moments.compute_P[piece], gradient, None if moments.low_P is None else moments.low_P[piece],
+                moments.exp_avg_P[piece], moments.exp_avg_sq_P[piece],
                 scale=scale, learning_rate=learning_rate, updates=self._updates, betas=self._training.betas, eps=1e-8,
                 weight_decay=self._training.weight_decay if start < self._shard.num_decayed else 0.0,
             )  # fmt: skip

@@ -7,7 +7,7 @@
 With ``training.cuda_graphs`` the replica's four only launch what ``graphs`` captured of them in warm-up.
 
 Masters and both moments are one flat fp32 buffer each, of the replica's shard alone with ``sync: sharded``. The drafter's parameters are views into
-the weights it computes with: the masters themselves, or a bf16 copy (``precision`` bfloat16 and fp8). What becomes of the gradients is in
+the weights it computes with: the masters themselves, or rounded to bf16 (``precision`` bfloat16 and fp8). What becomes of the gradients is in
 ``gradients``, and of the update in ``optimizer`` and ``muon``.
 
 Gradients are those of the *sum* of weighted losses. They are divided by the denominator of the whole step, all replicas and micro-steps
@@ -35,7 +35,7 @@ from dflash_core.training.graphs import StepGraphs
 from dflash_core.training.guard import own_code
 from dflash_core.training.losses import SlotLosses, Vocabulary
 from dflash_core.training.muon import Muon
-from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW
+from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW, halves, joined, splits_masters
 from dflash_core.training.staging import Staging
 from dflash_core.training.sync import GradientSync, StepTotals, Tail
 
@@ -59,7 +59,8 @@ class Replica:
         self.shard = self.layout.shard(index if self.sharded else 0)
         self.tail = Tail(drafter_config.block_size, len(training.devices))
         precision = compute_dtype(training.precision)
-        self.moments = Moments(self.layout, precision, device, shard=self.shard, muon=training.optimizer == "muon")
+        split = splits_masters(training, device.type)
+        self.moments = Moments(self.layout, precision, device, shard=self.shard, muon=training.optimizer == "muon", split=split)
         self._graphs: StepGraphs | None = None
         self.staging: Staging | None = None  # on CUDA, from warm-up on
         self._learning_rate = torch.zeros((), device=device)
@@ -127,8 +128,14 @@ class Replica:
 
     @property
     def shards(self) -> Sequence[Tensor]:
-        """Masters and both moments: this replica's part of them, or all."""
-        return self.moments.buffers
+        """What ``masters_and_moments`` takes, this replica's part of it or all."""
+        return list(self.moments.buffers.values())
+
+    def masters_and_moments(self, buffers: Sequence[Tensor]) -> tuple[dict[str, Tensor], ...]:
+        """fp32 masters and both moments by parameter name, of what ``shards`` are all of, on any device. Masters are copies if kept in halves."""
+        *masters, first, second = (self.layout.views(buffer) for buffer in buffers)
+        whole = masters[0] if len(masters) == 1 else {name: joined(weight, masters[1][name]) for name, weight in masters[0].items()}
+        return whole, first, second
 
     @property
     def graphed(self) -> bool:
@@ -152,32 +159,31 @@ class Replica:
         updates: int = 0,
     ) -> None:
         """Take over fp32 weights and, when resuming, the optimiser's moments; without moments it starts afresh."""
-        for name, view in self.layout.views(self.moments.weights_P).items():
-            view.copy_(weights[name])
-        for buffer, tensors in zip(self.moments.buffers, (weights, exp_avg or {}, exp_avg_sq or {}), strict=True):
+        moments = self.moments
+        for name, view in self.layout.views(moments.weights_P).items():
+            moments.load(view, weights[name].to(self.device, torch.float32))
+        remembered = moments.masters_P if moments.low_P is None else moments.low_P
+        for buffer, tensors in ((remembered, weights), (moments.exp_avg_P, exp_avg or {}), (moments.exp_avg_sq_P, exp_avg_sq or {})):
             buffer.zero_()
-            if self.sharded and tensors:
-                for name, elements, place in self.layout.pieces(self.shard):
-                    buffer[place].copy_(tensors[name].reshape(-1)[elements])
-            elif tensors:
-                for name, view in self.layout.views(buffer).items():
-                    view.copy_(tensors[name])
+            first = self.shard.size - len(buffer)  # where it starts in the shard: Muon's second moment is of the vectors alone
+            for name, elements, place in self.layout.pieces(self.shard):
+                if name in tensors:
+                    values = tensors[name].reshape(-1)[elements].to(self.device, torch.float32)
+                    buffer[place.start - first : place.stop - first] = halves(values)[1] if buffer is moments.low_P else values
         for counter in self._optimizer.counters:
             counter.fill_(updates)
-        self.moments.refresh()
 
     def checksums(self) -> Tensor:
         """[n] int64: of masters and moments of each tensor, or of the weights alone where masters are sharded; ``describe_checksum`` says of what."""
         if self.sharded:
             return self.layout.checksums(self.moments.weights_P)
-        return torch.cat([self.layout.checksums(buffer) for buffer in self.moments.buffers])
+        return torch.cat([self.layout.checksums(buffer) for buffer in self.moments.buffers.values()])
 
     def describe_checksum(self, i: int) -> str:
         """What checksum ``i`` is of."""
         if self.sharded:
             return f"weights of {list(self.layout.shapes)[i]}"
-        kinds = zip(("weights", "first moment", "second moment"), self.moments.buffers, strict=True)
-        return [f"{kind} of {name}" for kind, buffer in kinds for name in self.layout.views(buffer)][i]
+        return [f"{kind} of {name}" for kind, buffer in self.moments.buffers.items() for name in self.layout.views(buffer)][i]
 
     def begin_step(self) -> None:
         """Forget the gradients and totals of the step before."""
@@ -319,4 +325,4 @@ def gather(replica: Replica, sync: GradientSync) -> tuple[dict[str, Tensor], ...
     Call it from the workers of all replicas after the same step. On the CPU these may be what the next step changes.
     """
     wholes = sync.gather_shards(replica)
-    return None if wholes is None else tuple(replica.layout.views(whole_P) for whole_P in wholes)
+    return None if wholes is None else replica.masters_and_moments(wholes)

@@ -129,20 +129,20 @@ class ShardedSync(GradientSync):
         self._all_gather_in_place(replica.weights)
 
     def gather_shards(self, replica: Exchanged) -> list[Tensor] | None:
-        """They travel through the buffer of the gradients, in pieces of its dtype, so that no device needs room for them. It is zeroed then."""
+        """They travel through the buffer of the gradients, byte by byte, so that no device needs room for them. It is zeroed then."""
         wholes = [self._gather_through(replica.gradients, shard) for shard in replica.shards]
         replica.gradients.zero_()  # padding that is not zero would count in the norm
         return wholes if self.rank == 0 else None
 
     def _gather_through(self, buffer_P: Tensor, shard: Tensor) -> Tensor:
-        mine = self._mine(buffer_P)
-        pieces = shard.view(buffer_P.dtype).view(-1, len(mine))
-        whole = torch.empty(self.size if self.rank == 0 else 0, *pieces.shape, dtype=buffer_P.dtype)
-        for place, piece in enumerate(pieces):
-            mine.copy_(piece)
+        given, through = shard.view(torch.uint8), buffer_P.view(torch.uint8).view(self.size, -1)
+        whole = torch.empty(self.size if self.rank == 0 else 0, len(given), dtype=torch.uint8)
+        for start in range(0, len(given), through.shape[1]):
+            piece = given[start : start + through.shape[1]]
+            through[self.rank, : len(piece)] = piece
             self._all_gather_in_place(buffer_P)
             if self.rank == 0:
-                whole[:, place] = buffer_P.view(self.size, -1)
+                whole[:, start : start + len(piece)] = through[:, : len(piece)]
         return whole.view(-1).view(shard.dtype)
 
     def _reduce_scatter(self, buffer_P: Tensor) -> None:

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from dflash_core.drafter import DFlashConfig, DFlashDrafter
 from dflash_core.feed import collate
+from dflash_core.training import replica
 from dflash_core.training.compiled import prepare
+from dflash_core.training.meeting import Meeting
+from dflash_core.training.optimizer import halves, joined
+from dflash_core.training.sync import GradientSync
 from tests.forks import Forks
-from tests.training.small import INFO, SmallRows, config
+from tests.training.small import INFO, SmallRows, config, vocabulary
 
 
 def test_handed_gradients_and_the_fused_update_train_as_the_cpu_replica_does(interpreter: Forks) -> None:
     interpreter.run_module("tests.training.interpreted_adamw")
+
+
+def test_masters_in_halves_are_the_same_numbers_and_the_upper_half_is_the_nearest_bfloat16() -> None:
+    bits = torch.randint(-(2**31), 2**31, (500, 400), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    bits[:, ::4] = bits[:, ::4] & ~0xFFFF | 0x8000  # halfway between two
+    masters = bits.view(torch.float32)
+    masters = masters.masked_fill(~masters.isfinite(), 0.0)
+    weight, low = halves(masters)
+    assert (weight.dtype, low.dtype, weight.shape, low.shape) == (torch.bfloat16, torch.int16, masters.shape, masters.shape)
+    assert torch.equal(joined(weight, low).view(torch.int32), masters.view(torch.int32))
+    halfway = masters.view(torch.int32) & 0xFFFF == 0x8000
+    assert torch.equal(weight[~halfway], masters.to(torch.bfloat16)[~halfway])
+    assert torch.equal(weight.float().abs()[halfway].view(torch.int32), masters.abs()[halfway].view(torch.int32) + 0x8000)  # away from zero
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_replica_whose_masters_are_in_halves_takes_and_gives_what_others_do(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "splits_masters", lambda training, kind: split)
+    monkeypatch.setattr(replica.Replica, "_make_optimizer", lambda self: Mock(counters=[]))  # the CPU's takes whole masters alone
+    cfg = config(1, precision="bfloat16")
+    drafter_config = DFlashConfig.from_target(INFO, cfg.drafter)
+    made = replica.Replica(0, torch.device("cpu"), cfg, drafter_config, vocabulary())
+    generator = torch.Generator().manual_seed(0)
+    weights, first = ({name: torch.randn(shape, generator=generator) for name, shape in drafter_config.tensor_shapes().items()} for _ in range(2))
+    made.load(weights, first)
+    masters, exp_avg, _ = replica.gather(made, GradientSync(0, 1, Meeting(1), None)) or ({}, {}, {})
+    assert all(torch.equal(masters[name], weight) for name, weight in weights.items())
+    assert all(torch.equal(exp_avg[name], moment) for name, moment in first.items())
+    for name, parameter in made.drafter.named_parameters():
+        torch.testing.assert_close(parameter.detach().float(), weights[name], rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -30,7 +66,7 @@ def test_the_preparation_compiles_whole_and_gives_the_same(rows: int) -> None:
         assert len(actual.mask.kv_num_blocks) == (2 if rows == 1 else rows)  # copies for the two query heads of a group
 
 
-@pytest.mark.parametrize("weight", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("weight", ["*i16", "*fp32"])
 def test_the_kernels_compile_for_hopper(weight: str) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -38,10 +74,13 @@ def test_the_kernels_compile_for_hopper(weight: str) -> None:
 
     from dflash_core.training.adamw_kernel import BLOCK, NORM_BLOCK, _adamw_kernel, _square_sum_kernel
 
-    pointers = {"weight_ptr": weight, "gradient_ptr": weight}
-    pointers |= dict.fromkeys(("master_ptr", "first_ptr", "second_ptr", "scale_ptr", "rate_ptr", "updates_ptr"), "*fp32")
+    split = weight == "*i16"
+    pointers = {"weight_ptr": weight, "gradient_ptr": "*bf16" if split else "*fp32", "low_ptr": "*i16" if split else "constexpr"}
+    pointers |= dict.fromkeys(("first_ptr", "second_ptr", "scale_ptr", "rate_ptr", "updates_ptr"), "*fp32")
     numbers = {"size": "i32"} | dict.fromkeys(("beta1", "beta2", "eps", "decay"), "fp32")
-    norm = {"gradient_ptr": weight, "partial_ptr": "*fp32", "size": "i32"}
-    for kernel, signature, block in ((_adamw_kernel, pointers | numbers, BLOCK), (_square_sum_kernel, norm, NORM_BLOCK)):
-        source = ASTSource(fn=kernel, signature=signature | {"BLOCK": "constexpr"}, constexprs={"BLOCK": block})
+    norm = {"gradient_ptr": pointers["gradient_ptr"], "partial_ptr": "*fp32", "size": "i32"}
+    constants = {"SPLIT": split, "BLOCK": BLOCK} | ({} if split else {"low_ptr": None})
+    cases = ((_adamw_kernel, pointers | numbers, constants), (_square_sum_kernel, norm, {"BLOCK": NORM_BLOCK}))
+    for kernel, signature, constexprs in cases:
+        source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constexprs, "constexpr"), constexprs=constexprs)
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

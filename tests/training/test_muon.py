@@ -70,11 +70,11 @@ def test_the_orthogonal_factor_has_singular_values_near_one_and_the_directions_o
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     layout, moments, muon = made()
     muon.update([(0, gradients(layout, 0))], torch.tensor(1.0), torch.tensor(RATE))
-    before = [buffer.clone() for buffer in moments.buffers]
+    before = [buffer.clone() for buffer in moments.buffers.values()]
     flat_P = gradients(layout, 1)
     flat_P[3] = bad
     assert not torch.isfinite(muon.update([(0, flat_P)], torch.tensor(1.0), torch.tensor(RATE)))
-    assert all(torch.equal(buffer, other) for buffer, other in zip(moments.buffers, before, strict=True))
+    assert all(torch.equal(buffer, other) for buffer, other in zip(moments.buffers.values(), before, strict=True))
     assert int(muon.counters[0]) == 1
 
 

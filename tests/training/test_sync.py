@@ -94,7 +94,8 @@ def test_shards_are_summed_and_sent_back_as_an_all_reduce_would(monkeypatch: pyt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shards_are_gathered_bit_for_bit_through_gradients_of_any_precision(dtype: torch.dtype) -> None:
     syncs = connect([torch.device("cpu")] * 3, 20.0, "sharded")
-    wholes = [torch.randn(99, generator=torch.Generator().manual_seed(kind)) for kind in range(3)]
+    wholes = [torch.randn(99, generator=torch.Generator().manual_seed(kind)) for kind in range(2)]
+    wholes += [torch.arange(99, dtype=torch.int16), torch.randn(99, generator=torch.Generator().manual_seed(3)).bfloat16()]
     buffers = [torch.ones(99, dtype=dtype) for _ in syncs]
 
     def gather(sync: GradientSync) -> list[torch.Tensor] | None:
