@@ -6,7 +6,6 @@ the comment behind its ``parameters:`` names, so that Prefect's form shows every
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from uuid import UUID
 
 import yaml
 
@@ -25,6 +23,7 @@ from dflash_core.config import PipelineConfig
 from dflash_core.errors import DFlashError
 from dflash_core.retrain.config import load_any_config
 from dflash_core.stages import atomic_write
+from dflash_core.words import counted
 from flows.server import ServerError, answers, configured_url
 from flows.services import POOL, ROOT
 
@@ -81,26 +80,28 @@ def submit(path: Path, overrides: Sequence[str], deployment: str, watch: bool) -
     from prefect.settings import PREFECT_API_URL, temporary_settings
     from prefect.utilities.urls import url_for
 
+    from flows.watch import watch as follow
+
     with temporary_settings({PREFECT_API_URL: url}):
         run = _created(config, deployment)
         print(summary_of(config, overrides, deployment, str(run.id), url_for(run)))
         try:
-            state = _watched(run.id) if watch else None
+            state = follow(run.id) if watch else None
         except KeyboardInterrupt:
             print(f"No longer watching. The run goes on; 'prefect flow-run cancel {run.id}' ends it.", file=sys.stderr)
             return
     if state is not None and not state.is_completed():
-        raise DeploymentError(f"The run did not complete: it ended in the state {state.name}. Its log is above.")
+        raise DeploymentError(why_not_completed(state))
 
 
 def summary_of(config: PipelineConfig, overrides: Sequence[str], deployment: str, run_id: str, page: str | None) -> str:
     """What was asked for, in a few lines: everything else is on the run's page."""
     training = config.training
-    length = f"{training.epochs} epochs" if training.max_steps is None else f"{training.max_steps} steps"
+    length = counted(training.epochs, "epoch") if training.max_steps is None else counted(training.max_steps, "step")
     lines = {
         "target": config.target.model,
         "data": ", ".join(item.source for item in config.data.sources),
-        "drafter": f"{config.drafter.num_layers} layers, blocks of {config.drafter.block_size}",
+        "drafter": f"{counted(config.drafter.num_layers, 'layer')}, blocks of {config.drafter.block_size}",
         "training": f"{length} on {', '.join(training.devices)}",
         "changed": " ".join(overrides),
         "page": page,
@@ -126,16 +127,11 @@ def _created(config: PipelineConfig, deployment: str) -> Any:
             raise DeploymentError(f"Prefect refuses the run: {error.response.text}") from error
 
 
-def _watched(run_id: UUID) -> Any:
-    """Print states and log of a run until it ends; the state that it ends in."""
-    from prefect.cli.flow_runs_watching import watch_flow_run
-    from prefect.exceptions import PrefectException
-    from rich.console import Console
-
-    try:
-        return asyncio.run(watch_flow_run(run_id, Console(soft_wrap=True))).state
-    except PrefectException as error:
-        raise DeploymentError(f"The run goes on, but can be watched no longer: {error}") from error
+def why_not_completed(state: Any) -> str:
+    """Why a run ended in this state, in its own words, and what to do."""
+    words = str(state.message or "it has not said why").removeprefix("Flow run encountered an exception: ")
+    remedy = "Correct that and submit it again: it goes on" if state.is_failed() else "Submitted again, it goes on"
+    return f"The run did not complete, it ended in the state {state.name}: {words}\n{remedy} from what is done."
 
 
 def parameters_of(config: PipelineConfig) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 Prefect's own way (``PREFECT_LOGGING_EXTRA_LOGGERS``) is read when Prefect is imported, which a worker does long before this
 code, and it knows the flow run only in threads that carry its context. This handler remembers the context it was made in.
+
+What is printed beside that goes through a pipe to the worker. A worker that dies takes nothing with it but that pipe: the run goes on.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import os
+import select
 from collections.abc import Iterator
 
 from prefect.context import FlowRunContext
-from prefect.logging.handlers import APILogHandler
+from prefect.logging.handlers import APILogHandler, PrefectConsoleHandler
 
 LOGGERS = ("dflash_core", "tasks")
 
@@ -35,12 +39,16 @@ class FlowRunLogHandler(logging.Handler):
 
 @contextlib.contextmanager
 def flow_run_logs() -> Iterator[None]:
-    """Send logs to the flow run of the caller, if there is one, while inside. Within another such block they are sent already."""
+    """Send logs to the flow run of the caller, if there is one, while inside. Within another such block they are sent already.
+
+    From then on this process goes on also when nobody reads any more what it prints.
+    """
     loggers = [logging.getLogger(name) for name in LOGGERS]
     sent = any(isinstance(handler, FlowRunLogHandler) for logger in loggers for handler in logger.handlers)
     if FlowRunContext.get() is None or sent:
         yield
         return
+    _outlive_readers()
     handler = FlowRunLogHandler()
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -52,3 +60,21 @@ def flow_run_logs() -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
+
+
+def _outlive_readers() -> None:
+    """Rich, by which Prefect prints logs, ends the process, or raises in the thread that logs, where the reader of a pipe has gone."""
+    named = [item for item in logging.Logger.manager.loggerDict.values() if isinstance(item, logging.Logger)]
+    for handler in (handler for logger in (logging.root, *named) for handler in logger.handlers):
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.console.on_broken_pipe = _print_nowhere  # type: ignore[method-assign]  # rich: to be replaced for another behaviour
+
+
+def _print_nowhere() -> None:
+    """What standard output and standard error are given from now on goes nowhere, if it is a pipe whose reader has gone."""
+    poller, nowhere = select.poll(), os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        poller.register(output, 0)  # an error is told unasked
+    for output, _ in poller.poll(0):
+        os.dup2(nowhere, output)
+    os.close(nowhere)

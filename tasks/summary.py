@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from dflash_core.evaluation import EvaluationResult, served_table, sets_table
 from dflash_core.evaluation.plots import write_picture
 from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of
-from dflash_core.summary import write_summary
+from dflash_core.summary import outcome_lines, write_summary
 from dflash_core.training import EVALUATIONS, RecentMetrics, bottleneck_in_words, read_metrics
 from dflash_core.words import duration
 from tasks.registry import Version
 from tasks.run import Run, publish
 from tasks.tracker import flat_params
+
+logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
 _FEED = ("data_wait_share", "source_wait_share", "feed_bottleneck")
@@ -40,6 +43,8 @@ def summarise(run: Run) -> Path:
     markdown = in_markdown(summary, evaluation, links, run.version)
     run.tracker.log_text(markdown, "summary.md")
     publish(lambda: create_markdown_artifact(markdown, key="summary", description=f"Run {run.plan.config.run.name}"))
+    for line in outcome_lines(path):
+        logger.info(line)
     return path
 
 

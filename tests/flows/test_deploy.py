@@ -35,7 +35,8 @@ DEPLOYED = {
     "retrain-drafter/demo": "retrain-demo.yaml",
     "evaluate-drafter/demo": "demo.yaml",
 }
-STAGES = {"target", "responses", "samples", "shards", "warm-up", "train", "evaluate", "export"}
+ORDER = ("target", "responses", "samples", "shards", "warm-up", "train", "evaluate", "export")
+STAGES = set(ORDER)
 
 
 def command(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -163,6 +164,10 @@ def test_a_submitted_run_completes_and_is_recorded_with_links(site: Site, client
     assert {"summary", "acceptance", "train-progress"} <= set(artifacts)
     assert submitted.stdout.startswith(f"tiny is submitted to train-drafter/demo (flow run {run.id})\n")
     assert f"/runs/flow-run/{run.id}\n" in submitted.stdout
+    told = [line.split(" ", 1)[1] for line in submitted.stdout.splitlines()[6:]]
+    assert told[-5].startswith("lossless: 3 of 3 answers are the target's own")
+    assert told[-1] == "Completed"
+    assert [line.split(":")[0] for line in told if ": done in " in line] == [name.replace("-", "_") for name in ORDER]
 
     from mlflow import MlflowClient
 

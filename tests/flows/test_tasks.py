@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ from prefect.states import Completed
 
 from dflash_core.config import PipelineConfig, load_config
 from dflash_core.errors import ConfigError, ShardError
+from flows.services import ROOT
 from flows.train_drafter import train_drafter
 from tasks.logs import flow_run_logs
 from tasks.progress import LogWatcher, ProgressTeller
 from tasks.run import Run, resumable
 from tasks.shards import extract_shards
+from tests.flows.newest import newest_run
 from tests.tiny_run import write_tiny_run
 from tests.waiting import PATIENCE_S
 
@@ -122,3 +127,35 @@ def test_the_flow_takes_the_whole_configuration_as_json_and_checks_it(prefect_ur
     schema = train_drafter.parameters.model_dump()
     assert "TrainingConfig" in schema["definitions"]
     assert isinstance(given["config"], PipelineConfig)
+
+
+ORPHAN = """\
+import logging
+import os
+from prefect import flow
+from tasks.logs import flow_run_logs
+
+reader, writer = os.pipe()  # by which a worker reads what its runs print
+os.dup2(writer, 1)
+os.dup2(writer, 2)
+os.close(writer)
+
+@flow(name="orphan")
+def orphan():
+    os.close(reader)
+    with flow_run_logs():
+        for step in (1, 2):
+            logging.getLogger("dflash_core").warning("step %d", step)
+            print("step", step, flush=True)
+
+orphan()
+"""
+
+
+def test_a_run_whose_worker_has_died_goes_on_and_its_log_reaches_the_server(prefect_url: str) -> None:
+    finished = subprocess.run([sys.executable, "-c", ORPHAN], cwd=ROOT, env=os.environ | {"PREFECT_API_URL": prefect_url}, check=False)
+    assert finished.returncode == 0
+    run, _, _ = newest_run()
+    with get_client(sync_client=True) as client:
+        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+    assert (run.state.name, [item.message for item in logs if item.name == "dflash_core"]) == ("Completed", ["step 1", "step 2"])
