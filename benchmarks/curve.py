@@ -44,6 +44,7 @@ from dflash_core.training.course import config_settings
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path(__file__).with_name("curve_reference.json")
 STEPS, WINDOW = 300, 25
+BEFORE_SHARDS = ("target", "responses", "samples")
 SETTINGS = [
     "target.dtype=float32", "drafter.initial_weights=random", "training.row_length=544", "training.num_anchors=32", f"training.max_steps={STEPS}",
     "training.learning_rate=1e-3", "training.checkpoint_every=1000", "training.log_every=1",
@@ -74,7 +75,7 @@ class _Samples:
 
 def rows_digest(plan: Plan) -> str:
     """sha256 (hex) of the rows of the run, features aside. Needs the samples alone."""
-    for stage in ("target", "responses", "samples"):
+    for stage in BEFORE_SHARDS:
         run_stage(plan, stage)
     rows = ShardRows(_Samples(plan.folder("samples") / "train.parquet"), plan.config.training, plan.config.run.seed)
     digest = hashlib.sha256()
@@ -87,7 +88,7 @@ def rows_digest(plan: Plan) -> str:
 
 def curve(plan: Plan) -> list[float]:
     """Losses of all steps. Stages before the training that another plan has finished are only found."""
-    for stage in ("target", "responses", "samples", "shards", "train"):
+    for stage in (*BEFORE_SHARDS, "shards", "train"):
         run_stage(plan, stage)
     lines = (plan.folder("train") / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [float(json.loads(line)["loss"]) for line in lines]

@@ -121,15 +121,14 @@ def loss(H: int, V: int, softcap: float | None = None) -> None:
 
 
 def optimiser() -> None:
-    """Norm of the gradients and the update, of bfloat16 and of float32 gradients and weights."""
+    """Norm of the gradients and the update: in float32, in bfloat16, and in bfloat16 with gradients that were added up in float32."""
     whole, low, scalar = torch.empty(100_000), torch.empty(100_000, dtype=torch.int16), torch.empty(())
-    for gradient in (_bf16(100_000), torch.empty(100_000)):
+    for weight, gradient in ((whole, whole.clone()), (_bf16(100_000), _bf16(100_000)), (_bf16(100_000), whole.clone())):
         gradient_norm([gradient])
-        for masters in ((whole, None), (_bf16(100_000), low)):
-            adamw_(
-                masters[0], gradient, masters[1], whole.clone(), whole.clone(), scale=scalar, learning_rate=scalar, updates=scalar,
-                betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
-            )  # fmt: skip
+        adamw_(
+            weight, gradient, None if weight is whole else low, whole.clone(), whole.clone(), scale=scalar, learning_rate=scalar, updates=scalar,
+            betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
+        )  # fmt: skip
 
 
 def casts(R: int, C: int) -> None:
