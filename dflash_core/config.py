@@ -22,6 +22,7 @@ from dflash_core.config_data import FilterConfig as FilterConfig
 from dflash_core.config_data import GenerationConfig as GenerationConfig
 from dflash_core.config_data import PromptSource as PromptSource
 from dflash_core.config_data import Redaction as Redaction
+from dflash_core.config_placeholders import placeholder_problems
 from dflash_core.config_read import parse_as as parse_as
 from dflash_core.config_read import read_tree as read_tree
 from dflash_core.config_rules import cross_field_problems
@@ -316,7 +317,7 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _rules_across_fields(self) -> PipelineConfig:
-        problems = list(cross_field_problems(self))
+        problems = [*placeholder_problems(self), *cross_field_problems(self)]
         if problems:
             raise PydanticCustomError("cross_field", "{text}", {"text": "; ".join(map(str, problems)), "problems": problems})
         return self

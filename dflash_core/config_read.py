@@ -48,7 +48,7 @@ def _remedy_for_path(path: Path) -> str:
 
 def parse_as(model: type[Config], tree: Mapping[str, Any], source: str = "config") -> Config:
     """Check a nested mapping as one kind of configuration. Raises ``ConfigError``: for each wrong setting field path, value and remedy."""
-    if broken := [(path, text) for path, text in _texts(tree) if not _is_unicode(text)]:
+    if broken := [(path, text) for path, text in texts_of(tree) if not _is_unicode(text)]:
         message, remedy = "holds half of a surrogate pair, or bytes that are not UTF-8", "Write the character whole; file names must be UTF-8 too"
         raise ConfigError(source, [Problem(ascii(path)[1:-1], _without_secrets(path.split("."), text), message, remedy) for path, text in broken])
     try:
@@ -57,7 +57,7 @@ def parse_as(model: type[Config], tree: Mapping[str, Any], source: str = "config
         raise ConfigError(source, list(_problems(error, model))) from error
 
 
-def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def texts_of(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Every text in a tree, names of settings too, with its field path."""
     if isinstance(value, str):
         yield path, value
@@ -65,10 +65,10 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for name, item in value.items():
             below = f"{path}.{name}" if path else str(name)
             yield below, str(name)
-            yield from _texts(item, below)
+            yield from texts_of(item, below)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _texts(item, f"{path}.{index}")
+            yield from texts_of(item, f"{path}.{index}")
 
 
 def _is_unicode(text: str) -> bool:

@@ -86,6 +86,17 @@ def test_invalid_config_is_refused_with_field_value_and_remedy(path: Path) -> No
     assert [problem.path for problem in error.problems] == [where], f"one file shows one problem: {error}"
 
 
+def test_texts_that_may_hold_anything_and_files_that_are_there_are_no_placeholders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("<old>.jsonl").touch()
+    names = ["data.sources=[{source: <old>.jsonl}, {source: <o*d>.jsonl}]"]
+    texts = ["data.system_prompt=Answer in <b>bold</b> …", "data.filters.redact=[{pattern: '<[a-z]+>', replacement: <name>}]"]
+    arguments = ["data.template_arguments={prefix: <think>}"]
+    load_config(CONFIGS / "valid" / "minimal.yaml", [*names, *texts, *arguments])
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.source = '<new>': is a placeholder"):
+        load_config(CONFIGS / "valid" / "minimal.yaml", ["data.sources=[{source: <new>.jsonl}]"])
+
+
 @pytest.mark.parametrize("path", [*VALID, *SHIPPED], ids=lambda path: path.stem)
 def test_annotated_yaml_loads_back_to_the_same_config(path: Path, tmp_path: Path) -> None:
     config = load_any_config(path)
