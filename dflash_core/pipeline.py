@@ -101,7 +101,7 @@ def run_stage(
             folder, stage=name, key=key, counts=counts, seconds=watch.seconds, code_version=CODE_VERSIONS[name],
             leave_out=_NOT_A_RESULT.get(name, ()), checked_by_reader=_CHECKED_BY_READER.get(name, ()),
         )  # fmt: skip
-    return StageResult(name, folder, manifest, False, watch.seconds)
+    return StageResult(name, folder, manifest, False, manifest.seconds)  # as it will be told of it when it is found
 
 
 def _help_with_shards(plan: Plan, folder: Path, progress: Progress, watch: Stopwatch) -> StageResult:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
@@ -20,7 +21,7 @@ from dflash_core.errors import DFlashError, InputError, os_reason
 from dflash_core.words import counted
 from flows.unread import unread_output
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train DFlash drafters and look at what they do.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 shards_app = typer.Typer(no_args_is_help=True, help="Hidden-state datasets.")
 config_app = typer.Typer(no_args_is_help=True, help="Configuration files.")
 app.add_typer(shards_app, name="shards")
@@ -31,6 +32,20 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file,
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=value", help="Change a setting; repeatable.")]
 ServicesFolder = Annotated[Path, typer.Option("--folder", envvar="DFLASH_SERVICES", help="Where the services keep data, logs and state.")]
 SERVICES = Path("workspace/services")
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version of what is installed, and end."""
+    if wanted:
+        print(f"dflashctl {metadata.version('dflash-pipeline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version)] = False,
+) -> None:
+    """Train DFlash drafters and look at what they do."""
 
 
 def told(command: Callable[P, None]) -> Callable[P, None]:
@@ -89,9 +104,8 @@ def retrain(
 
     use_running_services()
     outcome = retrain_here(config, overrides or [], dry_run=dry_run)
-    for reason in outcome.get("reasons", ()):
-        print(reason)
-    print(outcome.get("summary", "Too few new prompts: nothing was done."))
+    for line in (*outcome.get("reasons", ()), outcome["summary"]):
+        print(line)
 
 
 @app.command()

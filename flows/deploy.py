@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from dflash_core.config import PipelineConfig
-from dflash_core.errors import DFlashError
-from dflash_core.retrain.config import load_any_config
+from dflash_core.errors import ConfigError, DFlashError, Problem
+from dflash_core.retrain.config import RetrainConfig, load_any_config
 from dflash_core.stages import atomic_write
 from dflash_core.words import counted
 from flows.server import ServerError, answers, configured_url
@@ -71,7 +71,9 @@ def submit(path: Path, overrides: Sequence[str], deployment: str, watch: bool) -
         ServerError: no Prefect server is named, or it does not answer.
         DeploymentError: Prefect refuses, or the run that was watched did not complete.
     """
-    config, url = load_any_config(path, overrides), _server()
+    config = load_any_config(path, overrides)
+    _check_kind(config, str(path), deployment)
+    url = _server()
     if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
         from dflash_core.plan import Plan
 
@@ -108,6 +110,17 @@ def summary_of(config: PipelineConfig, overrides: Sequence[str], deployment: str
     }
     heading = f"{config.run.name} is submitted to {deployment} (flow run {run_id})"
     return "\n".join([heading, *(f"  {name:9s} {value}" for name, value in lines.items() if value)])
+
+
+def _check_kind(config: PipelineConfig, source: str, deployment: str) -> None:
+    """A retraining is for 'retrain-drafter', and nothing else is. Raises ``ConfigError``."""
+    flow, retrains = deployment.partition("/")[0], isinstance(config, RetrainConfig)
+    if retrains and flow in ("train-drafter", "evaluate-drafter"):
+        remedy = "Send it with --deployment retrain-drafter/demo, or take the section out"
+        raise ConfigError(source, [Problem("retrain", "(a section)", f"{deployment} knows no such section", remedy)])
+    if flow == "retrain-drafter" and not retrains:
+        remedy = "Add it, as configs/retrain-demo.yaml has it, or send it with --deployment train-drafter/demo"
+        raise ConfigError(source, [Problem("retrain", None, f"{deployment} needs this section", remedy)])
 
 
 def _created(config: PipelineConfig, deployment: str) -> Any:

@@ -47,7 +47,7 @@ def retrain_here(path: Path, overrides: Sequence[str], *, dry_run: bool = False)
     """Check the configuration and run 'retrain-drafter'.
 
     Returns:
-        ``summary``, ``promoted``, ``version`` and ``reasons``; nothing where too few prompts have arrived.
+        ``summary``, ``promoted``, ``version`` and ``reasons``; ``summary`` alone where too few prompts have arrived.
 
     Raises as ``run_here`` does.
     """

@@ -29,13 +29,12 @@ def retrain_drafter(
     """Train a drafter on new prompts, from the champion on, and promote it if it is better.
 
     Returns:
-        A state whose data are ``summary``, ``promoted``, ``version`` and ``reasons``; or nothing where too few prompts have arrived,
-        but ``reasons`` where some cannot be used.
+        A state whose data are ``summary``, ``promoted``, ``version`` and ``reasons``; where too few prompts have arrived ``summary`` alone.
     """
     with Retraining.open(config, dry_run=dry_run) as retraining:
         collect_prompts(retraining)
         if retraining.current is None:
-            return Completed(message=retraining.nothing_new, data={"reasons": [retraining.unusable]} if retraining.unusable else {})
+            return Completed(message=retraining.nothing_new, data={"summary": retraining.nothing_new})
         with Run.open(retraining.pipeline) as run:
             run_stages(run)
             promote(run, retraining)

@@ -27,6 +27,7 @@ from dflash_core.pipeline import evaluation_of
 from dflash_core.retrain import RetrainConfig
 from dflash_core.retrain.decision import Decision, decide
 from dflash_core.retrain.rounds import Round, Rounds, pipeline_config
+from dflash_core.retrain.watermark import arrived_files
 from dflash_core.words import counted
 from tasks.logs import flow_run_logs
 from tasks.registry import CHAMPION, Registry, Version, fetched
@@ -108,18 +109,20 @@ class Retraining:
         assert self.current is not None
         begun = "not begun yet" if self.place is not None else f"begun at {self.current.begun}"
         start = f"from version {self.current.champion} on" if self.current.champion is not None else "without a champion"
-        return f"Round {self.current.number} of {self.name}, {begun}: {_prompts(self.current)}, {start}. {self.unusable}".rstrip()
+        return f"Round {self.current.number} of {self.name}, {begun}: {_prompts(self.current)}, {start}. {self.unused}".rstrip()
 
     @property
     def nothing_new(self) -> str:
         """Why nothing is done, in a sentence."""
         wanted, last = self.config.retrain.min_new_prompts, self.rounds.watermark.round
-        return f"{'No' if wanted == 1 else f'Fewer than {wanted}'} new prompts since round {last}: nothing to do. {self.unusable}".rstrip()
+        return f"{'No' if wanted == 1 else f'Fewer than {wanted}'} new prompts since round {last}: nothing to do. {self.unused}".rstrip()
 
     @property
-    def unusable(self) -> str:
-        """How much of what has arrived cannot be used, in a sentence; empty where all can."""
-        return f"Of what has arrived, {self.rounds.rejected}" if self.rounds.rejected else ""
+    def unused(self) -> str:
+        """How much of what has arrived cannot be used, and where nothing arrives, in sentences; empty where all is well."""
+        empty = ", ".join(pattern for pattern in self.config.retrain.prompts if not arrived_files([pattern]))
+        rejected = f"Of what has arrived, {self.rounds.rejected}" if self.rounds.rejected else ""
+        return " ".join(filter(None, (rejected, f"No file is found by {empty} (retrain.prompts)." if empty else "")))
 
     def _begun_from(self, current: Round) -> Version | None:
         if current.champion is None:

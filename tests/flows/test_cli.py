@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,10 @@ def test_help_of_every_command_fits_a_screen() -> None:
         status, output, _ = dflashctl(*command)
         assert status == 0
         assert len(output.splitlines()) <= 30
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert dflashctl("--version") == (0, f"dflashctl {version('dflash-pipeline')}\n", "")
 
 
 def test_validate_accepts_a_good_config_and_names_its_digest() -> None:

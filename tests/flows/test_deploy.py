@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -117,6 +118,17 @@ def test_what_is_submitted_is_told_in_a_few_lines() -> None:
         "  changed   training.max_steps=50",
         "  page      http://here/runs/flow-run/1234",
     ]
+
+
+@pytest.mark.parametrize(("file", "flow"), [("demo", "retrain-drafter"), ("retrain-demo", "train-drafter")])
+def test_a_configuration_of_another_flow_is_refused_with_the_right_one_before_anything_is_asked_for(
+    file: str, flow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # nobody is there
+    refused = CliRunner().invoke(app, ["submit", str(ROOT / "configs" / f"{file}.yaml"), "--deployment", f"{flow}/demo"])
+    assert refused.exit_code == 2
+    right = "train-drafter" if flow == "retrain-drafter" else "retrain-drafter"
+    assert re.search(rf"  retrain = .*: {flow}/demo .* --deployment {right}/demo", refused.stderr), refused.stderr
 
 
 def test_a_changed_configuration_changes_only_the_parameters_that_name_it() -> None:

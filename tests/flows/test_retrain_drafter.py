@@ -110,12 +110,15 @@ def test_the_first_retraining_makes_a_champion_of_a_lossless_drafter_that_has_le
 
 def test_without_new_prompts_a_retraining_is_done_at_once(weekly: Weekly) -> None:
     told = CliRunner().invoke(app, ["retrain", str(weekly.path)])
-    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "Too few new prompts: nothing was done."), told.output
+    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "No new prompts since round 1: nothing to do."), told.output
     run, tasks, artifacts = newest_run(lambda tasks: tasks.get("collect-prompts") == "NothingNew")
     assert (run.state.type.value, run.state.message) == ("COMPLETED", "No new prompts since round 1: nothing to do.")
     assert tasks == {"collect-prompts": "NothingNew"}
     assert "No new prompts" in artifacts["retraining"].data
     assert planned(weekly) == ("No new prompts since round 1: nothing to do.", {})
+    elsewhere = f"retrain.prompts=[{weekly.path.parent}/trafic/*.jsonl]"
+    sentence = f"No new prompts since round 1: nothing to do. No file is found by {weekly.path.parent}/trafic/*.jsonl (retrain.prompts)."
+    assert planned(weekly, elsewhere) == (sentence, {})
 
 
 def test_a_better_drafter_becomes_the_champion_also_if_the_process_ends_before_the_watermark_moves(
@@ -174,7 +177,7 @@ def test_a_drafter_that_is_not_better_by_the_margin_is_refused_and_its_prompts_a
     _, _, artifacts = newest_run()
     assert "the champion stays" in artifacts["retraining"].data
     assert weekly.rounds.watermark.round == 3
-    assert weekly.retrain() == {}
+    assert weekly.retrain() == {"summary": "No new prompts since round 3: nothing to do."}
     client, _ = open_client(weekly.config())
     parents = [run for run in client.search_runs([client.get_experiment_by_name("dflash").experiment_id]) if "dflash.stage" not in run.data.tags]
     assert sorted(run.data.tags["dflash.decision"] for run in parents) == ["promoted", "promoted", "refused", "would be promoted"]

@@ -96,7 +96,8 @@ def test_a_disk_that_fills_up_is_told_with_its_folder_and_later_the_stage_is_don
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(folder.rglob("*.tmp")), error.value
-    assert run_stage(plan, name).cached is False
+    result = run_stage(plan, name)
+    assert (result.cached, result.seconds) == (False, result.manifest.seconds), "one clock for 'done in' and 'cached (took …)'"
     assert {path.name: path.read_bytes() for path in folder.glob("*.[jp]*") if path.name != "manifest.json"} == before
 
 
