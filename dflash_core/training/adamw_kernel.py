@@ -67,7 +67,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         tl.store(first_ptr + place, first, mask=inside)
         tl.store(second_ptr + place, second, mask=inside)
         if SPLIT:
-            bits = master.to(tl.int32, bitcast=True)
+            bits = tl.where(master == master, master.to(tl.int32, bitcast=True), 0x7FC00000)  # ``optimizer.NAN_BITS``
             low = bits.to(tl.int16)
             tl.store(low_ptr + place, low, mask=inside)
             tl.store(weight_ptr + place, (bits >> 16).to(tl.int16) - (low >> 15), mask=inside)

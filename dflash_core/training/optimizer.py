@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dflash_core.config import TrainingConfig
 from dflash_core.training.flat import FlatLayout, Shard
 
+NAN_BITS = 0x7FC00000  # the fp32 NaN whose upper half is one, and whose lower half is zero
 Part = tuple[int, Tensor]
 """A contiguous piece of the gradient and where in the shard it starts."""
 
@@ -37,10 +38,12 @@ class Optimizer(Protocol):
 def halves(master: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 numbers rounded to the nearest bf16, ties away from zero, and the lower 16 bits of them as int16; both of the same shape.
 
-    Rounded so, the highest of the lower bits says whether a number was rounded up, and ``joined`` gives it back exactly.
+    Rounded so, the highest of the lower bits says whether a number was rounded up, and ``joined`` gives it back exactly. Of a NaN it gives back
+    one: rounded up, some of them (a GPU's own too) would be zeros, which nobody would notice in the weights.
     """
-    low, high = master.contiguous().view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
-    return (high - (low >> 15)).view(torch.bfloat16), low.contiguous()
+    bits = master.view(torch.int32).masked_fill(master.isnan(), NAN_BITS)
+    low = bits.to(torch.int16)
+    return ((bits >> 16).to(torch.int16) - (low >> 15)).view(torch.bfloat16), low
 
 
 def joined(weight: Tensor, low: Tensor) -> Tensor:

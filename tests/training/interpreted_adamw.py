@@ -43,6 +43,17 @@ def train(made: Replica, packed: bool) -> list[object]:
     return totals
 
 
+def check_that_what_is_no_number_shows_in_the_weights() -> None:
+    """Masters that are NaN, of whatever bits."""
+    weight, low = torch.zeros(5, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int16)
+    first = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7F808000, 0], dtype=torch.int32).view(torch.float32)
+    one = torch.tensor(1.0)
+    adamw_(
+        weight, torch.zeros(5), low, first, torch.zeros(5), scale=one, learning_rate=one, updates=one, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+    )  # fmt: skip
+    assert weight.isnan().tolist() == joined(weight, low).isnan().tolist() == [True] * 4 + [False]
+
+
 def check_that_halves_are_updated_as_the_whole() -> None:
     """Five steps of the kernel on masters in one piece and in halves: the same bits, and weights that are the masters rounded."""
     whole, gradients = torch.randn(3000, generator=torch.Generator().manual_seed(0)), torch.randn(5, 3000, generator=torch.Generator().manual_seed(1))
@@ -59,6 +70,7 @@ def check_that_halves_are_updated_as_the_whole() -> None:
 
 if __name__ == "__main__":
     check_that_halves_are_updated_as_the_whole()
+    check_that_what_is_no_number_shows_in_the_weights()
     for packed in (False, True):
         for precision in ("float32", "bfloat16"):
             expected, actual = (replica(handed, packed, precision) for handed in (False, True))

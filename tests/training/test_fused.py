@@ -22,6 +22,16 @@ def test_handed_gradients_and_the_fused_update_train_as_the_cpu_replica_does(int
     interpreter.run_module("tests.training.interpreted_adamw")
 
 
+def test_a_master_that_is_no_number_is_none_in_the_weights_either() -> None:
+    kinds = [0x7FFFFFFF, -1, 0x7F800001, 0x7F808000, 0x7FC00000]  # the first is what a GPU makes
+    masters = torch.tensor([*kinds, 0x7F800000, 0x7F7FFFFF], dtype=torch.int32).view(torch.float32)
+    weight, low = halves(masters)
+    assert torch.equal(weight.isnan(), masters.isnan())
+    assert weight[5:].isinf().all()  # the last rounds up to it
+    assert torch.equal(joined(weight, low)[5:], masters[5:])
+    assert joined(weight, low)[:5].isnan().all()
+
+
 def test_masters_in_halves_are_the_same_numbers_and_the_upper_half_is_the_nearest_bfloat16() -> None:
     bits = torch.randint(-(2**31), 2**31, (500, 400), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     bits[:, ::4] = bits[:, ::4] & ~0xFFFF | 0x8000  # halfway between two
