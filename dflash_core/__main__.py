@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from dflash_core.checks import advice
 from dflash_core.config import PipelineConfig, load_config
-from dflash_core.errors import DFlashError, InputError, os_reason
+from dflash_core.errors import DFlashError, InputError, StoppedError, os_reason
 from dflash_core.evaluation import served_table, sets_table, ways_table
 from dflash_core.pace import Pace
 from dflash_core.pipeline import StageResult, evaluation_of, run_stage, train_beside
@@ -57,6 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
             _run_all(config, options, ranks)
     except InputError as error:
         failure, status = str(error), 2
+    except StoppedError as error:  # no failure, of which the others would end at once: the first may still be writing its checkpoint
+        print(f"{_who(ranks)}{error} The same command goes on from here.", file=sys.stderr)
+        status = 130
     except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
         failure, status = f"{type(error).__name__}: {os_reason(error) if isinstance(error, OSError) else error}", 1
     except KeyboardInterrupt:
@@ -184,6 +187,8 @@ def _exit(status: int) -> NoReturn:
 if __name__ == "__main__":
     try:
         _exit(main())
+    except KeyboardInterrupt:  # a second one, while the first was seen to
+        _exit(130)
     except Exception:
         traceback.print_exc()
         _exit(1)

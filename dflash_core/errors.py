@@ -83,3 +83,7 @@ class LateCompilationError(WarmUpError):
 
 class TrainingError(DFlashError):
     """Training cannot go on: a worker died, stalled, diverged from the others or met non-finite gradients."""
+
+
+class StoppedError(TrainingError):
+    """Another process of the training was told to stop, and all have stopped with it, after a checkpoint."""

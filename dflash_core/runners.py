@@ -21,6 +21,7 @@ from dflash_core.data import SampleTable, build_responses, write_samples
 from dflash_core.data.driver import Generate
 from dflash_core.data.endpoint import EndpointClient
 from dflash_core.drafter import DFlashConfig, DFlashDrafter, export_drafter
+from dflash_core.errors import StoppedError
 from dflash_core.evaluation import (
     EvaluationPrompt,
     EvaluationResult,
@@ -223,7 +224,7 @@ def shard_job(plan: Plan) -> ShardJob | None:
 
 
 def run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSink) -> dict[str, Any]:
-    """Train, or go on from the last checkpoint; returns the counts."""
+    """Train, or go on from the last checkpoint; returns the counts. Raises ``StoppedError`` where another process was told to stop."""
     planned_steps(plan)  # refuses what the data cannot fill, and names the file, which training does not know
     result = train(
         plan.config,
@@ -236,6 +237,8 @@ def run_train(plan: Plan, folder: Path, progress: Progress, on_metrics: MetricSi
         on_metrics=on_metrics,
         progress=progress,
     )
+    if not result.finished:  # whoever is told to stop here is interrupted; this came from a vote
+        raise StoppedError(f"Another process was told to stop, so all have stopped after step {result.steps:,} of {result.total_steps:,}.")
     best = {"best_step": result.best.step, "best_acceptance_length": result.best.acceptance_length} if result.best else {}
     return {
         **best,

@@ -5,7 +5,8 @@
 What they say to each other outside of steps goes through the store that torchrun keeps. Each process has a thread that counts up its own pulse
 there and looks at the others': collectives whose peer has died may wait for very long (NCCL's kernels until the timeout, where Gloo notices at
 once), and torchrun ends the processes of one host alone. Those of the same host are also looked for by their process ids, which tells after a
-second. Whoever fails leaves its message in the store first, so that the others can say what has happened.
+second. Silence is counted in beats of one's own, so that processes that were all stopped for a while do not take each other for dead. Whoever
+fails leaves its message in the store first, so that the others can say what has happened.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from dflash_core.training.sync import GradientSync, end_of, join_group
 
 _MARK = "TORCHELASTIC_RUN_ID"  # torchrun sets it, and nobody else
 _BEAT_S = 1.0
-_SILENCE_S = 20.0  # without a pulse, after which a process counts as gone
+_SILENCE = 20  # beats without a pulse of a process, after which it counts as gone
+_ABSENCE = 300  # before its first one: importing from a cold disk takes its time
 _LOOK_EVERY_S = 0.2
 AGAIN = "Start again to go on from the last checkpoint."
 
@@ -51,7 +53,7 @@ class Ranks:
         self._left = threading.Event()
         self._name = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
         store.set(f"name/{rank}", self._name)
-        store.set(f"process/{rank}", str(os.getpid()))
+        store.set(f"process/{rank}", f"{os.getpid()} {_pid_namespace()}")
         threading.Thread(target=self._watch, name="pulse", daemon=True).start()
 
     def announce(self, what: str, value: str) -> None:
@@ -60,11 +62,14 @@ class Ranks:
 
     def wait_for(self, what: str, rank: int = 0) -> str:
         """What a rank has announced or will announce, however long that takes. Raises ``TrainingError`` if a process goes meanwhile."""
-        key = f"{what}/{rank}"
-        while not self._ask(lambda: self._store.check([key])):
+        while True:
+            left = self._has_left(rank)  # asked first: whoever leaves has said before what it has to say
+            if (said := self._said(f"{what}/{rank}")) is not None:
+                return said
+            if left:
+                raise TrainingError(f"{self._name_of(rank)} was told to end before this training had begun. {AGAIN}")
             self.check()
             time.sleep(_LOOK_EVERY_S)
-        return self._ask(lambda: self._store.get(key)).decode()
 
     def agree(self, what: str, value: str) -> None:
         """Wait for all to say the same. Raises ``TrainingError`` naming who says something else, with both values."""
@@ -86,7 +91,8 @@ class Ranks:
         host = "127.0.0.1" if len(self.local) == self.size else None
         group: Future[GradientSync] = Future()
         self._times["group"] += 1
-        store = dist.PrefixStore(f"group-{self._times['group']}", self._store)  # type: ignore[attr-defined]
+        # a store serves one caller at a time, and joining waits in it for others: the pulse must not wait along
+        store = dist.PrefixStore(f"group-{self._times['group']}", self._store.clone())  # type: ignore[attr-defined]
         end = functools.partial(end_of(kind), between_processes=True)
 
         def join() -> None:
@@ -119,7 +125,7 @@ class Ranks:
             pass
 
     def _watch(self) -> None:
-        heard = dict.fromkeys(set(range(self.size)) - {self.rank}, (0, time.monotonic()))
+        heard = dict.fromkeys(set(range(self.size)) - {self.rank}, (0, 0))
         while not self._left.wait(_BEAT_S):
             try:
                 self._beat(heard)
@@ -129,31 +135,44 @@ class Ranks:
                     self.on_loss(error)
                 return
 
-    def _beat(self, heard: dict[int, tuple[int, float]]) -> None:
+    def _beat(self, heard: dict[int, tuple[int, int]]) -> None:
+        """``heard``: of each other rank its pulse, and in how many of these beats it has not gone on."""
         self._ask(lambda: self._store.add(f"pulse/{self.rank}", 1))
         gone = [rank for rank in heard if rank in self.local and self._is_gone(rank)]  # looked for first: who has failed said so before it ended
         if self._ask(lambda: self._store.check(["failure"])):
             raise TrainingError(f"{self._ask(lambda: self._store.get('failure')).decode()} {AGAIN}")
-        now = time.monotonic()
-        for rank, (count, since) in heard.items():
+        for rank, (count, silent) in heard.items():
             found = self._ask(functools.partial(self._store.add, f"pulse/{rank}", 0))
-            if rank not in gone and found != count:
-                heard[rank] = found, now
-            elif (rank in gone or now - since > _SILENCE_S) and not self._ask(functools.partial(self._store.add, f"left/{rank}", 0)):
-                name = self._said(f"name/{rank}") or f"rank {rank}"
+            silent = silent + 1 if found == count else 0
+            heard[rank] = found, silent
+            if (rank in gone or silent > (_SILENCE if found else _ABSENCE)) and not self._has_left(rank):
                 if rank in gone:
-                    raise TrainingError(f"{name} has ended without a word: it was killed, or it has crashed. {AGAIN}")
-                raise TrainingError(f"{name} has not been heard of for {now - since:.0f} seconds: it was killed, or its host is gone. {AGAIN}")
+                    raise TrainingError(f"{self._name_of(rank)} has ended without a word: it was killed, or it has crashed. {AGAIN}")
+                seconds = silent * _BEAT_S
+                raise TrainingError(
+                    f"{self._name_of(rank)} has not been heard of for {seconds:.0f} seconds: it was killed, or its host is gone. {AGAIN}"
+                )
 
     def _is_gone(self, rank: int) -> bool:
         process = self._said(f"process/{rank}")
         if process is None:  # not begun yet
             return False
+        number, _, namespace = process.partition(" ")
+        if namespace != _pid_namespace():  # a container of its own, where numbers mean others
+            return False
         try:
-            os.kill(int(process), 0)
+            os.kill(int(number), 0)
         except ProcessLookupError:
             return True
+        except PermissionError:  # somebody else's by now, or in a sandbox: its pulse tells
+            return False
         return False
+
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._ask(lambda: self._store.add(f"left/{rank}", 0)))
+
+    def _name_of(self, rank: int) -> str:
+        return self._said(f"name/{rank}") or f"rank {rank}"
 
     def _said(self, key: str) -> str | None:
         return self._ask(lambda: self._store.get(key)).decode() if self._ask(lambda: self._store.check([key])) else None
@@ -163,6 +182,13 @@ class Ranks:
             return question()
         except RuntimeError as error:  # what torch raises has no type of its own in all versions
             raise TrainingError(f"The process that keeps the store of this run has gone ({error}). {AGAIN}") from error
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # another system than Linux has one for all
+        return ""
 
 
 def under_torchrun() -> bool:

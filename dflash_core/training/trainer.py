@@ -123,6 +123,7 @@ class DrafterTrainer:
             if session.ranks is not None:
                 session.ranks.agree("first step", str(session.state.step))  # the first rank may have had an evaluator to warm up
                 session.ranks.on_loss = shared.lose
+                session.ranks.check()  # whoever was lost before somebody listened
             state = _Supervisor(shared, log, progress).run()
         return self._finish(state, log)
 

@@ -1,4 +1,4 @@
-"""One rank of a training, started by torchrun or by ``start``: the core's command line, which SIGKILLs itself or fails at a chosen micro-step.
+"""One rank of a training, started by torchrun or by ``start``: the core's command line, which kills itself, fails or is told to stop in some step.
 
 torchrun --nproc-per-node 2 -m tests.training.rank_child kill 7 train CONFIG --set training.launcher=torchrun
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from dflash_core import __main__ as core
 from dflash_core.training.replica import Replica
+from dflash_core.training.worker import Worker
 from tests.training.kill_child import kill_at
 from tests.waiting import eventually
 
 
 def run(how: str, count: int, words: list[str]) -> int:
-    """The core's exit status. ``how``: whether the replica of rank 1 is to 'kill' its process, to 'fail' or to do neither, and ``count`` when."""
+    """The core's exit status. ``how``: whether rank 1 is to 'kill' its process, to 'fail', to be told to 'stop' or neither, and ``count`` when."""
     stages = Path(words[-1].removeprefix("run.workspace=")) / "stages"
     if how == "kill" and os.environ["RANK"] == "1":
         kill_at("micro_step", count, 1, first=lambda: eventually(lambda: list(stages.glob("train-*/checkpoints/step-*"))))
@@ -32,6 +35,18 @@ def run(how: str, count: int, words: list[str]) -> int:
             original(self, batch)
 
         Replica.micro_step = failing  # type: ignore[method-assign]
+    if how == "stop" and os.environ["RANK"] == "1":
+        step_of = Worker._step
+
+        def told(self: Worker, step: int) -> None:
+            if step == count:
+                self.shared.wake.set()
+                assert eventually(lambda: not self.shared.wake.is_set())  # the main thread is there to be told
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+                assert eventually(self.shared.stop.is_set)
+            step_of(self, step)
+
+        Worker._step = told  # type: ignore[method-assign]
     return core.main(words)
 
 

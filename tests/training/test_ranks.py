@@ -23,11 +23,12 @@ from dflash_core.config import load_config
 from dflash_core.errors import ConfigError, TrainingError
 from dflash_core.pipeline import run_stage
 from dflash_core.plan import Plan
-from dflash_core.training import check_launcher, ranks
+from dflash_core.training import DrafterTrainer, check_launcher, ranks
 from dflash_core.training.ranks import Ranks
 from tests.tiny_run import ON_DISK, write_tiny_run
-from tests.training.small import final_weights, losses
-from tests.waiting import PATIENCE_S
+from tests.training.small import config as small_config
+from tests.training.small import final_weights, losses, warm_up
+from tests.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["--set", "training.launcher=torchrun"]
@@ -103,7 +104,7 @@ def killed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subp
 def said(
     config: Path, killed: tuple[object, Path, list[str]], sharded: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[list[int], list[str]]]:
-    """Exit statuses and outputs of two ranks that are left alone, that go on where one was killed or where threads were, and of which one fails."""
+    """Exit statuses and outputs of two ranks: left alone, going on where one was killed or where threads were, one failing, one told to stop."""
     folder = tmp_path_factory.mktemp("said")
     taken_over = left_off(config, sharded, folder / "taken-over-workspace", 10)
     words = {
@@ -111,8 +112,9 @@ def said(
         "resumed": killed[2],
         "taken over": ["train", str(config), *TORCHRUN, *SHARDED, "--set", f"run.workspace={taken_over}"],
         "failed": elsewhere(config, folder / "failed-workspace"),
+        "stopped": elsewhere(config, folder / "stopped-workspace"),
     }
-    cases = [(str(folder / name), "fail" if name == "failed" else "neither", 3, words[name]) for name in words]
+    cases = [(str(folder / name), {"failed": "fail", "stopped": "stop"}.get(name, "neither"), 3, words[name]) for name in words]
     code = f"from tests.training.rank_child import start_all; start_all({cases!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -173,25 +175,48 @@ def test_a_rank_that_fails_ends_the_others_which_say_what_has_happened(said: dic
     assert "Another process of this training has ended in the middle of a step" in zero or "has failed: OSError: the host is on fire" in zero
 
 
+def test_when_one_rank_is_told_to_stop_the_training_is_not_done_and_goes_on_when_started_again(
+    config: Path, said: dict[str, tuple[list[int], list[str]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    statuses, (zero, one) = said["stopped"]
+    assert statuses == [130, 130], (zero, one)
+    assert "Rank 0: Another process was told to stop, so all have stopped after step 4 of 12. The same command goes on from here." in zero
+    assert "Rank 1: Interrupted. The same command goes on from here." in one
+    assert "train: done" not in zero
+    assert outcome(config, trained_in_threads(config, tmp_path_factory.getbasetemp() / "said0" / "stopped-workspace")) == outcome(config)
+
+
 def test_processes_notice_who_falls_silent_and_who_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(ranks, "_BEAT_S", PATIENCE_S)  # nobody beats by himself
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep))
     store = dist.HashStore()  # type: ignore[attr-defined]
-    zero, one, two = (Ranks(store, rank, 3, rank, 3) for rank in range(3))
-    of_zero, of_one = {1: (0, 0.0), 2: (0, 0.0)}, {0: (0, 0.0)}
-    two.leave()  # done, and silent by right
-    for clock.now in range(0, 100, 15):
+    zero, one, two, three = (Ranks(store, rank, 4, rank, 4) for rank in range(4))
+    of_zero, of_one = dict.fromkeys((1, 2, 3), (0, 0)), {0: (0, 0)}
+    two.leave()  # done, and silent by right; three is slow to begin
+    for _ in range(2 * ranks._SILENCE):
         one._beat(of_one)
         zero._beat(of_zero)
-    clock.now += ranks._SILENCE_S + 1  # one is as good as killed
-    with pytest.raises(TrainingError, match=r"rank 1 \(process .* has not been heard of for 21 seconds"):
+    clock.now += 1e6  # all were stopped, and zero is the first to go on
+    for _ in range(ranks._SILENCE):
         zero._beat(of_zero)
+    with pytest.raises(TrainingError, match=r"rank 1 \(process .* has not been heard of for .* seconds"):
+        zero._beat(of_zero)  # one is as good as killed
+    for _ in range(ranks._ABSENCE - 3 * ranks._SILENCE):
+        of_zero[1] = 0, 0
+        zero._beat(of_zero)
+    with pytest.raises(TrainingError, match=r"rank 3 .* has not been heard of for .* seconds"):
+        zero._beat(of_zero)
+    for rank in (zero, one, three):
+        rank.leave()
     monkeypatch.undo()
     monkeypatch.setattr(ranks, "_BEAT_S", 0.02)
-    monkeypatch.setattr(ranks, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(ranks, "_SILENCE", 10)
     heard, lost = threading.Event(), []
-    zero = Ranks(store, 0, 3, 0, 3)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.add("pulse/1", 1)
+    store.set("name/1", "rank 1 (process 1 elsewhere)")
+    zero = Ranks(store, 0, 2, 0, 1)
     zero.on_loss = lambda error: (lost.append(error), heard.set())  # type: ignore[func-returns-value]
     assert heard.wait(PATIENCE_S)
     assert "rank 1 (process " in str(lost[0])
@@ -212,13 +237,58 @@ def test_a_process_of_the_same_host_that_was_killed_is_missed_at_once_and_one_th
     store = dist.HashStore()  # type: ignore[attr-defined]
     zero, one, elsewhere = Ranks(store, 0, 3, 0, 2), Ranks(store, 1, 3, 1, 2), Ranks(store, 2, 3, 0, 1)
     for rank in (1, 2):
-        store.set(f"process/{rank}", str(ended.pid))
-    heard = {1: (0, time.monotonic()), 2: (0, time.monotonic())}
+        store.set(f"process/{rank}", f"{ended.pid} {ranks._pid_namespace()}")
+    heard = dict.fromkeys((1, 2), (0, 0))
     with pytest.raises(TrainingError, match=r"rank 1 \(process .*\) has ended without a word: it was killed"):
         zero._beat(heard)
+    store.set("process/1", f"{ended.pid} pid:[1]")
+    zero._beat(heard)  # in a container of its own
+    store.set("process/1", f"{ended.pid} {ranks._pid_namespace()}")
     one.leave()
     zero._beat(heard)  # rank 2's number means nothing on this host
     for rank in (zero, elsewhere):
+        rank.leave()
+
+
+def test_nobody_waits_for_what_a_process_has_left_unsaid() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    zero, one = (Ranks(store, rank, 2, rank, 2) for rank in range(2))
+    one.announce("settings", "abc")
+    one.leave()  # interrupted, which is no failure
+    assert zero.wait_for("settings", 1) == "abc"
+    with pytest.raises(TrainingError, match=r"rank 1 \(process .*\) was told to end before this training had begun"):
+        zero.wait_for("step to go on from", 1)
+    zero.leave()
+
+
+def test_a_process_that_was_lost_before_the_first_step_ends_the_training(tmp_path: Path) -> None:
+    _, session = warm_up(small_config(1), tmp_path)
+    session.ranks = Ranks(dist.HashStore(), 0, 1, 0, 1)  # type: ignore[attr-defined]
+    session.ranks._lost = TrainingError("rank 1 has ended without a word")
+    with pytest.raises(TrainingError, match="rank 1 has ended without a word"):
+        DrafterTrainer(session).run()
+    session.ranks.leave()
+
+
+def test_the_pulse_goes_on_while_a_process_waits_for_others_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_BEAT_S", 0.02)
+    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    zero, one = (Ranks(dist.TCPStore("127.0.0.1", keeper.port, wait_for_workers=False), rank, 2, rank, 2) for rank in range(2))
+    joined: list[object] = []
+
+    def join(rank: Ranks) -> None:
+        joined.append(rank.connect(torch.device("cpu"), PATIENCE_S, "all_reduce"))
+
+    joining = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in (zero, one)]
+    joining[0].start()
+    assert eventually(lambda: keeper.num_keys() > 6)  # it has told where it listens, and waits for the other's answer
+    beats = keeper.add("pulse/0", 0)
+    assert eventually(lambda: keeper.add("pulse/0", 0) > beats + 10)
+    joining[1].start()
+    for thread in joining:
+        thread.join()
+    assert len(joined) == 2
+    for rank in (zero, one):
         rank.leave()
 
 
