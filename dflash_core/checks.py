@@ -25,6 +25,7 @@ from dflash_core.errors import ConfigError, Problem
 from dflash_core.target.device import total_memory
 from dflash_core.target.info import TargetInfo, static_cache_bytes
 from dflash_core.target.quantised import missing_packages
+from dflash_core.words import counted
 
 
 def check_environment(config: PipelineConfig, source: str = "config") -> None:
@@ -49,8 +50,9 @@ def check_schedule(config: PipelineConfig, steps_available: int, source: str = "
         )  # fmt: skip
         raise ConfigError(source, [problem])
     if training.max_steps is not None and training.max_steps > steps_available:
+        held = f"{counted(training.epochs, 'epoch')} {'holds' if training.epochs == 1 else 'hold'} {counted(steps_available, 'step')}"
         problem = Problem(
-            "training.max_steps", training.max_steps, f"the schedule is longer than the data: {training.epochs} epochs hold {steps_available} steps",
+            "training.max_steps", training.max_steps, f"the schedule is longer than the data: {held}",
             f"Set training.max_steps to at most {steps_available}, raise training.epochs, or add prompts",
         )  # fmt: skip
         raise ConfigError(source, [problem])

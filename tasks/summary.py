@@ -17,7 +17,7 @@ from dflash_core.evaluation.report import Report, write_report
 from dflash_core.pipeline import evaluation_of
 from dflash_core.summary import outcome_lines, write_summary
 from dflash_core.training import EVALUATIONS, RecentMetrics, bottleneck_in_words, read_metrics
-from dflash_core.words import duration
+from dflash_core.words import counted, duration
 from tasks.registry import Version
 from tasks.run import Run, publish
 from tasks.tracker import flat_params
@@ -79,7 +79,7 @@ def report_of(
         "Drafter": {
             "folder": summary["export_path"],
             "registered as": "not registered" if run.version is None else str(run.version),
-            "shape": f"{config.drafter.num_layers} layers, blocks of {config.drafter.block_size}, {counts['export']['weights']:,} weights",
+            "shape": f"{counted(config.drafter.num_layers, 'layer')}, blocks of {config.drafter.block_size}, {counts['export']['weights']:,} weights",
         },
         "Target": {
             "name": info.name,

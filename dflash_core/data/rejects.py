@@ -17,6 +17,7 @@ class RejectLog:
     """Counts the rows that were seen and writes down those that were rejected, one JSON object a line.
 
     hide_values: nothing is shown of their content, only where they are and why
+    first:       the first few that were rejected
 
     with RejectLog(folder / "rejected.jsonl") as rejected:
         ...
@@ -30,7 +31,7 @@ class RejectLog:
         self.count = 0
         self.filtered = 0
         self.hide_values = False
-        self._first: list[Problem] = []
+        self.first: list[Problem] = []
         self._part: tuple[int, int, Problem | None] = (0, 0, None)
         self._file = path.open("w", encoding="utf-8")
 
@@ -40,8 +41,8 @@ class RejectLog:
         problem = self._write(problem)
         if self._part[2] is None:
             self._part = (*self._part[:2], problem)
-        if len(self._first) < _SHOWN:
-            self._first.append(problem)
+        if len(self.first) < _SHOWN:
+            self.first.append(problem)
 
     def leave_out(self, problem: Problem) -> None:
         """List a row that ``data.filters`` leave out, or an evaluation set does; it does not count as wrong."""
@@ -76,7 +77,7 @@ class RejectLog:
             return
         share = f"{self.count} of {self.seen} rows ({self.count / max(self.seen, 1):.1%}) were rejected"
         remedy = f"Correct the rows (all of them, with reasons, are in {self.path}), or raise the limit"
-        raise DataError("data", [Problem("data.max_rejected_fraction", limit, share, remedy), *self._first])
+        raise DataError("data", [Problem("data.max_rejected_fraction", limit, share, remedy), *self.first])
 
     def __enter__(self) -> RejectLog:
         return self

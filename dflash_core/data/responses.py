@@ -34,6 +34,7 @@ from dflash_core.data.sets import KeptOut, refuse_overlap
 from dflash_core.data.types import Conversation, Message
 from dflash_core.errors import DataError, Problem
 from dflash_core.stages import Progress, atomic_write, no_progress, sync_folder, write_json_atomic
+from dflash_core.words import counted
 
 CONVERSATIONS = "conversations.jsonl.gz"
 
@@ -192,7 +193,9 @@ def _select(config: PipelineConfig, tokenizer: Any, rejected: RejectLog) -> tupl
         duplicates += len(again)
         chosen = [conversation for conversation in chosen if conversation.id not in again]
     if not chosen:
-        raise DataError("data", [Problem("data.sources", rejected.seen, "no conversation is left to work with", f"See {rejected.path}")])
+        sources = ", ".join(item.source for item in config.data.sources)
+        message = f"of {counted(rejected.seen, 'row')} none is left to work with"
+        raise DataError("data", [Problem("data.sources", sources, message, f"The reasons are in {rejected.path}"), *rejected.first])
     if config.evaluation.sets and config.data.evaluation_overlap == "refuse":
         kept_out = KeptOut.of(config, rejected.path.with_name("rejected-of-sets.jsonl"))
         refuse_overlap([(item.id, name) for item in chosen if (name := kept_out.found_in(item)) is not None])

@@ -31,6 +31,7 @@ from dflash_core.data.sets import KeptOut, refuse_overlap
 from dflash_core.data.types import Conversation, Sample
 from dflash_core.errors import DataError, Problem
 from dflash_core.stages import Progress, atomic_write, no_progress, write_json_atomic
+from dflash_core.words import counted
 
 SCHEMA = pa.schema(
     [("id", pa.string()), ("tokens", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_())), ("prompt_length", pa.int32())],
@@ -132,7 +133,7 @@ def _samples_of(config: PipelineConfig, tokenizer: Any, answered: Answered) -> S
 
 
 def _empty_side(side: str, conversations: int, fraction: float) -> DataError:
-    message = f"of {conversations} conversations none is in the {'held-out' if side == 'heldout' else 'training'} part"
+    message = f"of {counted(conversations, 'conversation')} none is in the {'held-out' if side == 'heldout' else 'training'} part"
     remedy = "Give more prompts or change it; conversations of one group, or with the same first user message, stay on one side"
     return DataError("data", [Problem("data.heldout_fraction", fraction, message, remedy)])
 

@@ -189,6 +189,9 @@ def test_kept_responses_need_no_target_and_a_missing_one_is_rejected_with_the_re
     assert "empty response" in rejected[1]["reason"]
     with pytest.raises(DataError, match=r"max_rejected_fraction = 0.5: 2 of 3 rows"):
         _build(tmp_path / "strict", source, None, regenerate="never", max_rejected_fraction=0.5)
+    none = _write(tmp_path / "none.jsonl", [_chat("Q2")])
+    with pytest.raises(DataError, match=r"of 1 row none is left to work with(.|\n)*none\.jsonl:1.*Set data\.regenerate to 'auto'"):
+        _build(tmp_path / "nothing", none, None, regenerate="never", max_rejected_fraction=1.0)
 
 
 def test_what_cannot_be_generated_is_rejected_before_anything_is_generated(tmp_path: Path) -> None:
