@@ -160,7 +160,10 @@ class TrainingRun:
     def make_equal(self) -> None:
         """Give all replicas the weights of the first, and no moments."""
         first = self.session.replicas[0]
-        weights = {name: weight.clone() for name, weight in first.masters_and_moments(first.shards)[0].items()}
+        with first.on_device():
+            weights = {name: weight.clone() for name, weight in first.masters_and_moments(first.shards)[0].items()}
+        if first.device.type == "cuda":
+            torch.cuda.synchronize(first.device)  # the others read them on streams of their own
         for replica in self.session.replicas:
             with replica.on_device():
                 replica.load(weights)
