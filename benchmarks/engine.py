@@ -161,7 +161,7 @@ class TrainingRun:
         """Give all replicas the weights of the first, and no moments."""
         first = self.session.replicas[0]
         with first.on_device():
-            weights = {name: weight.clone() for name, weight in first.masters_and_moments(first.shards)[0].items()}
+            weights = {name: weight.clone() for name, weight in first.moments.by_name(first.shards)[0].items()}
         if first.device.type == "cuda":
             torch.cuda.synchronize(first.device)  # the others read them on streams of their own
         for replica in self.session.replicas:

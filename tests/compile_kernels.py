@@ -126,7 +126,7 @@ def optimiser() -> None:
     for weight, gradient in ((whole, whole.clone()), (_bf16(100_000), _bf16(100_000)), (_bf16(100_000), whole.clone())):
         gradient_norm([gradient])
         adamw_(
-            weight, gradient, None if weight is whole else low, whole.clone(), whole.clone(), scale=scalar, learning_rate=scalar, updates=scalar,
+            weight, None if weight is whole else low, gradient, whole.clone(), whole.clone(), scale=scalar, learning_rate=scalar, updates=scalar,
             betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
         )  # fmt: skip
 

@@ -175,8 +175,7 @@ class Sizes:
         split = splits_masters(training, "cuda" if on_cuda else "cpu")
         moments = Moments(layout, precision, _META, shard=shard, muon=training.optimizer == "muon", split=split)
         ledger.add(device, "weights", moments.weights_P.nbytes)
-        apart = moments.masters_P if moments.low_P is None else moments.low_P
-        ledger.add(device, "masters", apart.nbytes if apart is not moments.compute_P else 0)
+        ledger.add(device, "masters", moments.kept_P.nbytes if moments.kept_P is not moments.compute_P else 0)
         ledger.add(device, "moments", moments.exp_avg_P.nbytes + moments.exp_avg_sq_P.nbytes)
         model = DFlashDrafter.around(self.drafter, layout.views(moments.weights_P), _META)
         accumulating, handed = training.accumulation_steps > 1, 0

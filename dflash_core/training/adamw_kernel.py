@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 1024  # of 1024 to 4096 the quickest on an H200 (benchmarks/RESULTS.md)
 NORM_BLOCK = 8192
 
 
@@ -30,8 +30,8 @@ def _square_sum_kernel(gradient_ptr, partial_ptr, size, BLOCK: tl.constexpr):  #
 @triton.jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,
-    gradient_ptr,
     low_ptr,
+    gradient_ptr,
     first_ptr,
     second_ptr,
     scale_ptr,
@@ -54,10 +54,12 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < size
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
-        master = tl.load(weight_ptr + place, mask=inside, other=0)
-        if SPLIT:
+        weight = tl.load(weight_ptr + place, mask=inside, other=0)
+        if SPLIT:  # as ``optimizer.joined``
             low = tl.load(low_ptr + place, mask=inside, other=0)
-            master = (((master + (low >> 15)).to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+            master = (((weight + (low >> 15)).to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+        else:
+            master = weight
         first = tl.load(first_ptr + place, mask=inside, other=0.0)
         second = tl.load(second_ptr + place, mask=inside, other=0.0)
         first = beta1 * first + (1 - beta1) * gradient
@@ -66,8 +68,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         master = master * (1 - rate * decay) - rate * step
         tl.store(first_ptr + place, first, mask=inside)
         tl.store(second_ptr + place, second, mask=inside)
-        if SPLIT:
-            bits = tl.where(master == master, master.to(tl.int32, bitcast=True), 0x7FC00000)  # ``optimizer.NAN_BITS``
+        if SPLIT:  # as ``optimizer.halves``
+            bits = tl.where(master == master, master.to(tl.int32, bitcast=True), 0x7FC00000)
             low = bits.to(tl.int16)
             tl.store(low_ptr + place, low, mask=inside)
             tl.store(weight_ptr + place, (bits >> 16).to(tl.int16) - (low >> 15), mask=inside)
@@ -86,8 +88,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def adamw_(
     weight: Tensor,
-    gradient: Tensor,
     low: Tensor | None,
+    gradient: Tensor,
     first: Tensor,
     second: Tensor,
     *,
@@ -102,8 +104,8 @@ def adamw_(
 
     Args:
         weight: float32, or with ``low`` bfloat16: the rounded half of the masters.
-        gradient: any float dtype.
         low: int16, the other half of the masters.
+        gradient: any float dtype.
         first, second: float32.
         scale: float32 scalar that the gradient is multiplied with; not finite: nothing changes.
         learning_rate: float32 scalar.
@@ -111,6 +113,6 @@ def adamw_(
     """
     size, bits = first.numel(), weight if low is None else weight.view(torch.int16)
     _adamw_kernel[(triton.cdiv(size, BLOCK),)](
-        bits, gradient, low, first, second, scale, learning_rate, updates, size, *betas, eps, weight_decay,
+        bits, low, gradient, first, second, scale, learning_rate, updates, size, *betas, eps, weight_decay,
         SPLIT=low is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

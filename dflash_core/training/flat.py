@@ -71,6 +71,6 @@ class FlatLayout:
         return {name: flat_P[place].view(self.shapes[name]) for name, place in places.items()}
 
     def checksums(self, flat_P: Tensor) -> Tensor:
-        """[number of tensors] int64: each tensor's bits read as integers of their size and summed: exact in any order. fp32 or bf16."""
+        """[number of tensors] int64: each tensor's bits read as integers of their size and summed: exact in any order. Elements have 4 or 2 bytes."""
         bits = torch.int32 if flat_P.element_size() == 4 else torch.int16
         return torch.stack([view.reshape(-1).view(bits).sum(dtype=torch.int64) for view in self.views(flat_P).values()])

@@ -6,8 +6,8 @@
 
 Gradients are of the *sum* of losses, and are averaged, clipped and applied in one go. A norm that is not finite changes nothing.
 
-Where the Triton kernel updates bf16 weights, a master takes two bytes besides them instead of four: the weights are the upper halves of the
-masters, rounded, and ``low_P`` are the lower ones (``halves``). Together they are the fp32 masters to the last bit.
+Where the Triton kernel updates bf16 weights, a master takes two bytes beside its weight instead of four: the weights are the upper halves of the
+masters, rounded, and only the lower ones are kept beside them (``halves``). Together they are the fp32 masters to the last bit.
 """
 
 from __future__ import annotations
@@ -59,34 +59,39 @@ class Moments:
     """
 
     def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, shard: Shard, muon: bool = False, split: bool = False):
-        """``split``: keep masters of bf16 weights as their lower halves, ``low_P``, alone."""
+        """``split``: of bf16 weights keep the lower halves of the masters alone."""
+        self._layout = layout
+        self.split = split and precision == torch.bfloat16
         self.weights_P = torch.zeros(layout.size, dtype=precision, device=device)
         self.compute_P = self.weights_P[shard.slice]
-        self.low_P: Tensor | None = None
-        if precision == torch.float32:
-            self._masters_P = self.compute_P
-        elif split:
-            self.low_P = torch.zeros(shard.size, dtype=torch.int16, device=device)
-        else:
-            self._masters_P = torch.zeros(shard.size, device=device)
+        kept = torch.zeros(0 if precision == torch.float32 else shard.size, dtype=torch.int16 if self.split else torch.float32, device=device)
+        self.kept_P = self.compute_P if precision == torch.float32 else kept  # of the masters: all, or the lower halves
         self.exp_avg_P = torch.zeros(shard.size, device=device)
         self.exp_avg_sq_P = torch.zeros(shard.size - shard.num_decayed if muon else shard.size, device=device)
 
     @property
     def masters_P(self) -> Tensor:  # noqa: N802
         """The masters, where they are kept whole."""
-        assert self.low_P is None, "these masters are kept in halves"
-        return self._masters_P
+        assert not self.split, "these masters are kept in halves"
+        return self.kept_P
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """What a checkpoint is made of, and what all replicas must agree on; the moments come last."""
-        masters = {"weights": self.masters_P} if self.low_P is None else {"weights": self.compute_P, "lower halves of weights": self.low_P}
+        """What a checkpoint is made of, and what all replicas must agree on."""
+        masters = {"weights": self.compute_P, "lower halves of weights": self.kept_P} if self.split else {"weights": self.masters_P}
         return masters | {"first moment": self.exp_avg_P, "second moment": self.exp_avg_sq_P}
 
-    def load(self, view: Tensor, masters: Tensor) -> None:
-        """Let ``view`` of the weights be what these fp32 masters are rounded to, as an update would."""
-        view.copy_(masters if self.low_P is None else halves(masters)[0])
+    def by_name(self, buffers: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """fp32 masters, first and second moment of each parameter, from whole ``buffers`` in their order, wherever they lie: views or copies."""
+        *masters, first, second = (self._layout.views(buffer) for buffer in buffers)
+        if self.split:
+            weights, low = masters
+            return {name: joined(weight, low[name]) for name, weight in weights.items()}, first, second
+        return masters[0], first, second
+
+    def parted(self, masters: Tensor) -> tuple[Tensor, Tensor]:
+        """What these fp32 masters are in the weights, and what is kept of them; either may be ``masters`` itself."""
+        return halves(masters) if self.split else (masters, masters)
 
     def refresh(self) -> None:
         """Round the masters into the weights, where they are kept whole."""
@@ -147,7 +152,7 @@ class FusedAdamW:
 
     def __init__(self, shard: Shard, training: TrainingConfig, moments: Moments, square_sum: Tensor | None = None):
         """``square_sum``: of the whole summed gradient, float32 scalar, where this is a shard of it."""
-        assert moments.low_P is not None or moments.compute_P.dtype == torch.float32, "the kernel takes masters of bf16 weights in halves"
+        assert moments.split or moments.compute_P.dtype == torch.float32, "the kernel takes masters of bf16 weights in halves"
         self._shard, self._training, self._moments, self._square_sum = shard, training, moments, square_sum
         self._updates = torch.zeros((), device=moments.exp_avg_P.device)
 
@@ -177,7 +182,7 @@ class FusedAdamW:
         for start, gradient in gradients:
             piece = slice(start, start + gradient.numel())
             adamw_(
-                moments.compute_P[piece], gradient, None if moments.low_P is None else moments.low_P[piece],
+                moments.compute_P[piece], moments.kept_P[piece] if moments.split else None, gradient,
                 moments.exp_avg_P[piece], moments.exp_avg_sq_P[piece],
                 scale=scale, learning_rate=learning_rate, updates=self._updates, betas=self._training.betas, eps=1e-8,
                 weight_decay=self._training.weight_decay if start < self._shard.num_decayed else 0.0,

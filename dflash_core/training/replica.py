@@ -6,9 +6,9 @@
 
 With ``training.cuda_graphs`` the replica's four only launch what ``graphs`` captured of them in warm-up.
 
-Masters and both moments are one flat fp32 buffer each, of the replica's shard alone with ``sync: sharded``. The drafter's parameters are views into
-the weights it computes with: the masters themselves, or rounded to bf16 (``precision`` bfloat16 and fp8). What becomes of the gradients is in
-``gradients``, and of the update in ``optimizer`` and ``muon``.
+Masters and both moments are flat buffers (``optimizer.Moments``), of the replica's shard alone with ``sync: sharded``. The drafter's parameters are
+views into the weights it computes with: the masters themselves, or rounded to bf16 (``precision`` bfloat16 and fp8). What becomes of the gradients
+is in ``gradients``, and of the update in ``optimizer`` and ``muon``.
 
 Gradients are those of the *sum* of weighted losses. They are divided by the denominator of the whole step, all replicas and micro-steps
 together, after they have been summed; nothing here waits for the device.
@@ -35,7 +35,7 @@ from dflash_core.training.graphs import StepGraphs
 from dflash_core.training.guard import own_code
 from dflash_core.training.losses import SlotLosses, Vocabulary
 from dflash_core.training.muon import Muon
-from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW, halves, joined, splits_masters
+from dflash_core.training.optimizer import FusedAdamW, Moments, Optimizer, TorchAdamW, splits_masters
 from dflash_core.training.staging import Staging
 from dflash_core.training.sync import GradientSync, StepTotals, Tail
 
@@ -128,14 +128,8 @@ class Replica:
 
     @property
     def shards(self) -> Sequence[Tensor]:
-        """What ``masters_and_moments`` takes, this replica's part of it or all."""
+        """What masters and both moments are made of (``Moments.by_name``): this replica's part of it, or all."""
         return list(self.moments.buffers.values())
-
-    def masters_and_moments(self, buffers: Sequence[Tensor]) -> tuple[dict[str, Tensor], ...]:
-        """fp32 masters and both moments by parameter name, of what ``shards`` are all of, on any device. Masters are copies if kept in halves."""
-        *masters, first, second = (self.layout.views(buffer) for buffer in buffers)
-        whole = masters[0] if len(masters) == 1 else {name: joined(weight, masters[1][name]) for name, weight in masters[0].items()}
-        return whole, first, second
 
     @property
     def graphed(self) -> bool:
@@ -161,15 +155,16 @@ class Replica:
         """Take over fp32 weights and, when resuming, the optimiser's moments; without moments it starts afresh."""
         moments = self.moments
         for name, view in self.layout.views(moments.weights_P).items():
-            moments.load(view, weights[name].to(self.device, torch.float32))
-        remembered = moments.masters_P if moments.low_P is None else moments.low_P
-        for buffer, tensors in ((remembered, weights), (moments.exp_avg_P, exp_avg or {}), (moments.exp_avg_sq_P, exp_avg_sq or {})):
-            buffer.zero_()
+            view.copy_(moments.parted(weights[name].to(self.device, torch.float32))[0])
+        for buffer, tensors in ((moments.kept_P, weights), (moments.exp_avg_P, exp_avg), (moments.exp_avg_sq_P, exp_avg_sq)):
+            if not tensors:
+                buffer.zero_()
+                continue
             first = self.shard.size - len(buffer)  # where it starts in the shard: Muon's second moment is of the vectors alone
             for name, elements, place in self.layout.pieces(self.shard):
-                if name in tensors:
+                if place.start >= first:
                     values = tensors[name].reshape(-1)[elements].to(self.device, torch.float32)
-                    buffer[place.start - first : place.stop - first] = halves(values)[1] if buffer is moments.low_P else values
+                    buffer[place.start - first : place.stop - first] = moments.parted(values)[1] if buffer is moments.kept_P else values
         for counter in self._optimizer.counters:
             counter.fill_(updates)
 
@@ -325,4 +320,4 @@ def gather(replica: Replica, sync: GradientSync) -> tuple[dict[str, Tensor], ...
     Call it from the workers of all replicas after the same step. On the CPU these may be what the next step changes.
     """
     wholes = sync.gather_shards(replica)
-    return None if wholes is None else replica.masters_and_moments(wholes)
+    return None if wholes is None else replica.moments.by_name(wholes)

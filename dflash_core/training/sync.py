@@ -9,7 +9,7 @@ alone, never on timing, and every replica gets the very same bits (tested); so a
 
 Sums are not overlapped with the backward pass: compiled, that is one function, which hands over all gradients at its end (cut into pieces, or
 with hooks, it would compile anew), and on NVLink the sum takes about a twentieth of a step. Nor with the update, which is clipped by the norm of all
-sums; ``ShardedSync`` saves more of the update than that would hide. ``sync_share`` in the metrics says what it costs.
+sums. ``sync_share`` in the metrics says what it costs.
 
 Before each collective the threads meet (``Meeting``). A collective whose peer has died would wait for minutes and cannot be interrupted;
 a meeting is broken at once for everybody.

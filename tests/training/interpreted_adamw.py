@@ -49,7 +49,7 @@ def check_that_what_is_no_number_shows_in_the_weights() -> None:
     first = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7F808000, 0], dtype=torch.int32).view(torch.float32)
     one = torch.tensor(1.0)
     adamw_(
-        weight, torch.zeros(5), low, first, torch.zeros(5), scale=one, learning_rate=one, updates=one, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+        weight, low, torch.zeros(5), first, torch.zeros(5), scale=one, learning_rate=one, updates=one, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
     )  # fmt: skip
     assert weight.isnan().tolist() == joined(weight, low).isnan().tolist() == [True] * 4 + [False]
 
@@ -62,7 +62,7 @@ def check_that_halves_are_updated_as_the_whole() -> None:
     moments = [[torch.zeros(3000) for _ in range(2)] for _ in range(2)]
     for number, gradient in enumerate(gradients, start=1):
         for masters, mine in (((whole, None), moments[0]), ((weight, low), moments[1])):
-            adamw_(masters[0], gradient, masters[1], *mine, updates=torch.tensor(float(number)), **scalars)
+            adamw_(*masters, gradient, *mine, updates=torch.tensor(float(number)), **scalars)
         assert torch.equal(joined(weight, low), whole)
         assert torch.equal(weight, halves(whole)[0])
     assert all(torch.equal(one, other) for one, other in zip(*moments, strict=True))
@@ -76,7 +76,7 @@ if __name__ == "__main__":
             expected, actual = (replica(handed, packed, precision) for handed in (False, True))
             expected_totals, totals = train(expected, packed), train(actual, packed)
             loose = precision == "bfloat16"  # weights round ties the other way, and a bit in a weight is one in what follows
-            for ours, theirs in zip(actual.masters_and_moments(actual.shards), expected.masters_and_moments(expected.shards), strict=True):
+            for ours, theirs in zip(actual.moments.by_name(actual.shards), expected.moments.by_name(expected.shards), strict=True):
                 for name, other in theirs.items():
                     assert ours[name].dtype == torch.float32
                     assert (ours[name] - other).norm() < (5e-2 if loose else 1e-5) * other.norm()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from dflash_core.feed import collate
 from dflash_core.training import replica
 from dflash_core.training.compiled import prepare
 from dflash_core.training.meeting import Meeting
-from dflash_core.training.optimizer import halves, joined
+from dflash_core.training.optimizer import FusedAdamW, halves, joined
 from dflash_core.training.sync import GradientSync
 from tests.forks import Forks
 from tests.training.small import INFO, SmallRows, config, vocabulary
@@ -48,18 +46,21 @@ def test_masters_in_halves_are_the_same_numbers_and_the_upper_half_is_the_neares
 @pytest.mark.parametrize("split", [False, True])
 def test_a_replica_whose_masters_are_in_halves_takes_and_gives_what_others_do(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "splits_masters", lambda training, kind: split)
-    monkeypatch.setattr(replica.Replica, "_make_optimizer", lambda self: Mock(counters=[]))  # the CPU's takes whole masters alone
     cfg = config(1, precision="bfloat16")
+    if split:  # the CPU's takes whole masters alone
+        monkeypatch.setattr(replica.Replica, "_make_optimizer", lambda self: FusedAdamW(self.shard, cfg.training, self.moments))
     drafter_config = DFlashConfig.from_target(INFO, cfg.drafter)
     made = replica.Replica(0, torch.device("cpu"), cfg, drafter_config, vocabulary())
-    generator = torch.Generator().manual_seed(0)
-    weights, first = ({name: torch.randn(shape, generator=generator) for name, shape in drafter_config.tensor_shapes().items()} for _ in range(2))
-    made.load(weights, first)
-    masters, exp_avg, _ = replica.gather(made, GradientSync(0, 1, Meeting(1), None)) or ({}, {}, {})
-    assert all(torch.equal(masters[name], weight) for name, weight in weights.items())
-    assert all(torch.equal(exp_avg[name], moment) for name, moment in first.items())
+    generator, shapes = torch.Generator().manual_seed(0), drafter_config.tensor_shapes()
+    given = [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(3)]
+    made.load(*given, updates=7)
+    gathered = replica.gather(made, GradientSync(0, 1, Meeting(1), None))
+    assert gathered is not None
+    for found, expected in zip(gathered, given, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in shapes)
+    assert made.updates == 7
     for name, parameter in made.drafter.named_parameters():
-        torch.testing.assert_close(parameter.detach().float(), weights[name], rtol=2**-8, atol=0)
+        torch.testing.assert_close(parameter.detach().float(), given[0][name], rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -76,8 +77,8 @@ def test_the_preparation_compiles_whole_and_gives_the_same(rows: int) -> None:
         assert len(actual.mask.kv_num_blocks) == (2 if rows == 1 else rows)  # copies for the two query heads of a group
 
 
-@pytest.mark.parametrize("weight", ["*i16", "*fp32"])
-def test_the_kernels_compile_for_hopper(weight: str) -> None:
+@pytest.mark.parametrize(("weight", "gradient"), [("*i16", "*bf16"), ("*i16", "*fp32"), ("*fp32", "*fp32")])
+def test_the_kernels_compile_for_hopper(weight: str, gradient: str) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -85,10 +86,10 @@ def test_the_kernels_compile_for_hopper(weight: str) -> None:
     from dflash_core.training.adamw_kernel import BLOCK, NORM_BLOCK, _adamw_kernel, _square_sum_kernel
 
     split = weight == "*i16"
-    pointers = {"weight_ptr": weight, "gradient_ptr": "*bf16" if split else "*fp32", "low_ptr": "*i16" if split else "constexpr"}
+    pointers = {"weight_ptr": weight, "low_ptr": "*i16", "gradient_ptr": gradient}
     pointers |= dict.fromkeys(("first_ptr", "second_ptr", "scale_ptr", "rate_ptr", "updates_ptr"), "*fp32")
     numbers = {"size": "i32"} | dict.fromkeys(("beta1", "beta2", "eps", "decay"), "fp32")
-    norm = {"gradient_ptr": pointers["gradient_ptr"], "partial_ptr": "*fp32", "size": "i32"}
+    norm = {"gradient_ptr": gradient, "partial_ptr": "*fp32", "size": "i32"}
     constants = {"SPLIT": split, "BLOCK": BLOCK} | ({} if split else {"low_ptr": None})
     cases = ((_adamw_kernel, pointers | numbers, constants), (_square_sum_kernel, norm, {"BLOCK": NORM_BLOCK}))
     for kernel, signature, constexprs in cases:
