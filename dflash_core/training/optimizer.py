@@ -42,7 +42,7 @@ def halves(master: Tensor) -> tuple[Tensor, Tensor]:
     one: rounded up, some of them (a GPU's own too) would be zeros, which nobody would notice in the weights.
     """
     bits = master.view(torch.int32).masked_fill(master.isnan(), NAN_BITS)
-    low = bits.to(torch.int16)
+    low = (bits << 16 >> 16).to(torch.int16)  # in range, since what a cast does beyond it depends on the processor
     return ((bits >> 16).to(torch.int16) - (low >> 15)).view(torch.bfloat16), low
 
 
@@ -59,13 +59,15 @@ class Moments:
     """
 
     def __init__(self, layout: FlatLayout, precision: torch.dtype, device: torch.device, *, shard: Shard, muon: bool = False, split: bool = False):
-        """``split``: of bf16 weights keep the lower halves of the masters alone."""
+        """``split``: of bf16 weights keep the lower halves of the masters alone. ``kept_P`` is what is kept of them, or the weights themselves."""
         self._layout = layout
         self.split = split and precision == torch.bfloat16
         self.weights_P = torch.zeros(layout.size, dtype=precision, device=device)
         self.compute_P = self.weights_P[shard.slice]
-        kept = torch.zeros(0 if precision == torch.float32 else shard.size, dtype=torch.int16 if self.split else torch.float32, device=device)
-        self.kept_P = self.compute_P if precision == torch.float32 else kept  # of the masters: all, or the lower halves
+        if precision == torch.float32:
+            self.kept_P = self.compute_P
+        else:
+            self.kept_P = torch.zeros(shard.size, dtype=torch.int16 if self.split else torch.float32, device=device)
         self.exp_avg_P = torch.zeros(shard.size, device=device)
         self.exp_avg_sq_P = torch.zeros(shard.size - shard.num_decayed if muon else shard.size, device=device)
 
