@@ -19,7 +19,7 @@ import typer
 
 from dflash_core.errors import DFlashError, InputError, os_reason
 from dflash_core.words import counted
-from flows.unread import unread_output
+from tasks.unread import drop_unread
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 shards_app = typer.Typer(no_args_is_help=True, help="Hidden-state datasets.")
@@ -63,7 +63,7 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
             print(error, file=sys.stderr)
             raise typer.Exit(2) from error
         except (DFlashError, OSError) as error:  # OSError: a disk that is full, a folder that may not be written
-            if not (isinstance(error, BrokenPipeError) and unread_output()):
+            if not (isinstance(error, BrokenPipeError) and drop_unread(sys.stdout.fileno())):
                 print(f"{type(error).__name__}: {os_reason(error) if isinstance(error, OSError) else error}", file=sys.stderr)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:

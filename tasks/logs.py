@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import os
-import select
 from collections.abc import Iterator
+from functools import partial
 
 from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler, PrefectConsoleHandler
+
+from tasks.unread import drop_unread
 
 LOGGERS = ("dflash_core", "tasks")
 
@@ -67,14 +68,4 @@ def _outlive_readers() -> None:
     named = [item for item in logging.Logger.manager.loggerDict.values() if isinstance(item, logging.Logger)]
     for handler in (handler for logger in (logging.root, *named) for handler in logger.handlers):
         if isinstance(handler, PrefectConsoleHandler):
-            handler.console.on_broken_pipe = _print_nowhere  # type: ignore[method-assign]  # rich: to be replaced for another behaviour
-
-
-def _print_nowhere() -> None:
-    """What standard output and standard error are given from now on goes nowhere, if it is a pipe whose reader has gone."""
-    poller, nowhere = select.poll(), os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):
-        poller.register(output, 0)  # an error is told unasked
-    for output, _ in poller.poll(0):
-        os.dup2(nowhere, output)
-    os.close(nowhere)
+            handler.console.on_broken_pipe = partial(drop_unread, 1, 2)  # type: ignore[assignment, method-assign]  # rich: to be replaced for another behaviour
