@@ -145,13 +145,14 @@ class Ranks:
             found = self._ask(functools.partial(self._store.add, f"pulse/{rank}", 0))
             silent = silent + 1 if found == count else 0
             heard[rank] = found, silent
-            if (rank in gone or silent > (_SILENCE if found else _ABSENCE)) and not self._has_left(rank):
-                if rank in gone:
-                    raise TrainingError(f"{self._name_of(rank)} has ended without a word: it was killed, or it has crashed. {AGAIN}")
-                seconds = silent * _BEAT_S
-                raise TrainingError(
-                    f"{self._name_of(rank)} has not been heard of for {seconds:.0f} seconds: it was killed, or its host is gone. {AGAIN}"
-                )
+            if rank in gone:
+                fate = "has ended without a word: it was killed, or it has crashed"
+            elif silent > (_SILENCE if found else _ABSENCE):
+                fate = f"has not been heard of for {silent * _BEAT_S:.0f} seconds: it was killed, or its host is gone"
+            else:
+                continue
+            if not self._has_left(rank):
+                raise TrainingError(f"{self._name_of(rank)} {fate}. {AGAIN}")
 
     def _is_gone(self, rank: int) -> bool:
         process = self._said(f"process/{rank}")
@@ -165,7 +166,7 @@ class Ranks:
         except ProcessLookupError:
             return True
         except PermissionError:  # somebody else's by now, or in a sandbox: its pulse tells
-            return False
+            pass
         return False
 
     def _has_left(self, rank: int) -> bool:

@@ -153,18 +153,21 @@ class Replica:
         updates: int = 0,
     ) -> None:
         """Take over fp32 weights and, when resuming, the optimiser's moments; without moments it starts afresh."""
-        moments = self.moments
+        moments, mine = self.moments, {name: (elements, place) for name, elements, place in self.layout.pieces(self.shard)}
         for name, view in self.layout.views(moments.weights_P).items():
-            view.copy_(moments.parted(weights[name].to(self.device, torch.float32))[0])
-        for buffer, tensors in ((moments.kept_P, weights), (moments.exp_avg_P, exp_avg), (moments.exp_avg_sq_P, exp_avg_sq)):
+            rounded, kept = moments.parted(weights[name].to(self.device, torch.float32))
+            view.copy_(rounded)
+            if name in mine:
+                elements, place = mine[name]
+                moments.kept_P[place].copy_(kept.reshape(-1)[elements])
+        for buffer, tensors in ((moments.exp_avg_P, exp_avg), (moments.exp_avg_sq_P, exp_avg_sq)):
             if not tensors:
                 buffer.zero_()
                 continue
             first = self.shard.size - len(buffer)  # where it starts in the shard: Muon's second moment is of the vectors alone
-            for name, elements, place in self.layout.pieces(self.shard):
+            for name, (elements, place) in mine.items():
                 if place.start >= first:
-                    values = tensors[name].reshape(-1)[elements].to(self.device, torch.float32)
-                    buffer[place.start - first : place.stop - first] = moments.parted(values)[1] if buffer is moments.kept_P else values
+                    buffer[place.start - first : place.stop - first].copy_(tensors[name].reshape(-1)[elements])
         for counter in self._optimizer.counters:
             counter.fill_(updates)
 
