@@ -27,6 +27,7 @@ from tests.training.small import DISTILLED, INFO, RowsInFp8, RowsOfATeacher, Sma
 from tests.waiting import ended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+of_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]])
@@ -158,10 +159,9 @@ def test_what_trimmed_shards_leave_out_is_read_by_no_kernel(tmp_path: Path, head
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
+@of_two
 @pytest.mark.parametrize("sync", ["all_reduce", "sharded"])
 def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path, sync: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     path = tiny_run_on(tmp_path)
     words = ["--set", "training.devices=[cuda:0, cuda:1]", "--set", "training.precision=bfloat16", "--set", f"training.sync={sync}"]
     curves, weights = [], []
@@ -179,11 +179,10 @@ def test_torchrun_trains_on_two_gpus_as_threads_do(tmp_path: Path, sync: str) ->
         assert (weights[1][name] - weight).norm() < 0.02 * weight.norm(), name
 
 
+@of_two
 def test_a_worker_that_dies_ends_the_one_on_the_other_gpu_and_training_goes_on_from_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     settings = config(devices=["cuda:0", "cuda:1"], precision="bfloat16", stall_timeout_s=600.0)  # a collective would wait for that, and the test not
     assert run(settings, tmp_path / "calm").finished
     died = []
@@ -205,10 +204,9 @@ def test_a_worker_that_dies_ends_the_one_on_the_other_gpu_and_training_goes_on_f
     assert losses(tmp_path / "died") == pytest.approx(losses(tmp_path / "calm"), rel=1e-4)
 
 
+@of_two
 @pytest.mark.parametrize("sync", ["all_reduce", "sharded"])
 def test_a_rank_that_is_killed_ends_the_one_on_the_other_gpu_and_the_same_command_goes_on(tmp_path: Path, sync: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     settings = ["training.devices=[cuda:0, cuda:1]", "training.precision=bfloat16", "training.compile=off", f"training.sync={sync}"]
     settings += ["training.launcher=torchrun", "training.stall_timeout_s=600"]  # a collective would wait for that, and the test not
     words = ["train", str(tiny_run_on(tmp_path, head_dim=64)), *(word for setting in settings for word in ("--set", setting))]
